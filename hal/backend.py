@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between the interface and a device family.
+
+A *backend* owns a device family: its arrays, its streams, its kernels. A *transport* moves bytes for a backend. Both are
+found by entry point (``hal.backends``, ``hal.transports``), are cheap to enumerate, and load nothing until used. Built-in
+ones register exactly as a stranger's would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from hal.arrays import Buffer
+    from hal.bootstrap import Bootstrap
+    from hal.config import HalConfig
+    from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a cheap look says: usable or not, why not, and how to mend it. Loads no driver."""
+
+    usable: bool
+    reason: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """A backend by name. ``probe`` is cheap; ``load`` imports the rest and returns a :class:`Backend`."""
+
+    name: str
+    probe: Callable[[], Probe]
+    load: Callable[[], Backend]
+    default_transport: str
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """A transport by name, for the backends it names. ``load`` returns a factory called by the backend."""
+
+    name: str
+    backends: tuple[str, ...]
+    probe: Callable[[], Probe]
+    load: Callable[[], Callable[[HalConfig, Bootstrap], Any]]
+    description: str = ""
+
+
+class Backend(Protocol):
+    """A loaded backend."""
+
+    name: str
+
+    def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
+        """Join the run as this rank; collective. ``bootstrap`` has rank, world size and small collective exchanges."""
+
+
+class Session(Protocol):
+    """One rank's connection: symmetric memory, queues and the four ordering words. All offsets are bytes."""
+
+    rank: int
+    world_size: int
+    queues: int
+    profile: OrderingProfile
+
+    def allocate(self, nbytes: int) -> int:
+        """Collective. Symmetric memory of the same size on every rank, zeroed; returns its id."""
+
+    def view(self, window: int) -> Buffer:
+        """This rank's part of a window."""
+
+    def free(self, window: int) -> None: ...
+
+    def put(self, window: int, dst_offset: int, src: Buffer, peer: int, queue: int, order: Order) -> None: ...
+
+    def signal(self, slot: int, peer: int, value: int, op: SignalOp, queue: int, order: Order) -> None: ...
+
+    def read_signal(self, slot: int) -> int: ...
+
+    def wait(self, slot: int, at_least: int, timeout: float, source: int | None) -> int: ...
+
+    def quiet(self, queue: int, peer: int | None, scope: QuietScope) -> None: ...
+
+    def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None: ...
+
+    def expert_parallel(self, spec: Any) -> Any:
+        """The dispatch and combine engine for one ``ExpertParallelSpec`` (hal/expert_parallel.py); collective."""
+
+    def close(self) -> None:
+        """Idempotent; never blocks on a dead peer."""

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error HAL raises on purpose. Each text carries the numbers and the way to mend it."""
+
+from __future__ import annotations
+
+
+class HalError(Exception):
+    """Base of all HAL errors."""
+
+
+class BackendUnavailable(HalError):
+    """A backend or transport cannot be used here: which one, why, and how to mend it."""
+
+    def __init__(self, name: str, reason: str, fix: str = "") -> None:
+        self.name, self.reason, self.fix = name, reason, fix
+        super().__init__(f"backend '{name}' cannot be used: {reason}" + (f"; {fix}" if fix else ""))
+
+
+class ContractError(HalError, ValueError):
+    """Input or settings that break the interface's contract; refused before anything is sent."""
+
+
+class CapacityError(HalError):
+    """Something does not fit: what, how much was needed and how much was given."""
+
+    def __init__(self, what: str, needed: int, given: int, fix: str) -> None:
+        self.what, self.needed, self.given, self.fix = what, needed, given, fix
+        super().__init__(f"{what}: needed {needed}, given {given}; {fix}")
+
+
+class PeerTimeout(HalError, TimeoutError):
+    """A bounded wait ended: which rank was waited for, where, and what was seen instead.
+
+    ``rank`` is the rank at fault: the end of the chain of waits where the transport can follow it (a relay that is
+    itself waiting is not named in place of the rank that stalled).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stage: str,
+        *,
+        queue: int = 0,
+        expected: int = 0,
+        seen: int = 0,
+        seconds: float = 0.0,
+        reason: str = "no answer",
+    ) -> None:
+        self.rank, self.stage, self.queue = rank, stage, queue
+        self.expected, self.seen, self.seconds, self.reason = expected, seen, seconds, reason
+        super().__init__(
+            f"rank {rank}: {reason} in stage '{stage}' on queue {queue} after {seconds:.3f} s: "
+            f"expected {expected}, seen {seen}; look at rank {rank}'s output, or raise `timeout`"
+        )

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// The extension module hal_host._engine. Each part of kernels_host/ adds its own bindings through one bind_* function.
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_engine, m) {
+    m.doc() = "HAL's host engine: shared-memory transport, dispatch and combine kernels, ordering explorer.";
+}
