@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from hal.arrays import Buffer
     from hal.bootstrap import Bootstrap
-    from hal.config import HalConfig
+    from hal.config import ExpertParallelSpec, HalConfig
     from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp
 
 
@@ -87,8 +87,55 @@ class Session(Protocol):
 
     def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None: ...
 
-    def expert_parallel(self, spec: Any) -> Any:
-        """The dispatch and combine engine for one ``ExpertParallelSpec`` (hal/expert_parallel.py); collective."""
+    def expert_parallel(self, spec: ExpertParallelSpec) -> Engine:
+        """The dispatch and combine engine for one ExpertParallel; collective."""
 
     def close(self) -> None:
         """Idempotent; never blocks on a dead peer."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What an engine's dispatch gives (docs/contract.md, section 1). ``state`` is the engine's own part of the handle."""
+
+    x: Buffer
+    scales: Buffer | None
+    topk_idx: Buffer
+    topk_weights: Buffer
+    tokens_per_expert: Buffer
+    expert_offsets: Buffer | None
+    state: Any
+
+
+class Engine(Protocol):
+    """Dispatch and combine of one ExpertParallel on one rank. Inputs were validated by hal/expert_parallel.py.
+
+    The halves: ``*_send`` returns once this rank's rows are on their way and their sources may change; ``*_recv`` waits
+    for the peers' rows. ``stream`` is the caller's stream as an integer on devices that have streams, else None.
+    """
+
+    buffer_bytes: int
+    """Symmetric memory for each rank, as printed by ``hal size``."""
+
+    def dispatch_send(
+        self,
+        x: Buffer,
+        topk_idx: Buffer | None,
+        topk_weights: Buffer | None,
+        scales: Buffer | None,
+        state: Any | None,
+        stream: int | None,
+    ) -> Any: ...
+
+    def dispatch_recv(self, pending: Any, stream: int | None) -> Received: ...
+
+    def combine_send(
+        self, x: Buffer, state: Any, topk_weights: Buffer | None, weighted: bool, stream: int | None
+    ) -> Any: ...
+
+    def combine_recv(
+        self, pending: Any, bias: Sequence[Buffer], stream: int | None
+    ) -> tuple[Buffer, Buffer | None]:
+        """(y [T, H], topk_weights [T, k] if they were sent)."""
+
+    def close(self) -> None: ...
