@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every kernel here is made of: words shared with peers, bounded waits, tickets, and the end of a launch.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "hal_cuda.h"
+
+namespace hal::cuda {
+
+// A rank's counters in its own device memory. Only kernels of this rank touch them, and launches of one ExpertParallel
+// follow each other in stream order, so the last block of a launch may reset what the next one starts from.
+struct Lane {
+    unsigned long long epoch;  // rounds finished
+    unsigned tickets[4];       // work taken in this launch beyond what the blocks start with
+    unsigned arrived, left;    // blocks at the grid barrier, blocks that have ended
+};
+struct State {
+    Lane dispatch, combine;
+    unsigned abort;  // a wait has failed; nobody waits any more
+};
+
+// Rounds add this much to an arrival counter, however many blocks share it.
+constexpr unsigned long long kRound = 1ull << 16;
+
+__device__ __forceinline__ std::uint64_t load_acquire(const std::uint64_t* p) {
+    std::uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* p) {
+    std::uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* p) {
+    std::uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_relaxed(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void store_release(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void store_release(std::uint32_t* p, std::uint32_t v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void add_release(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ std::uint64_t nanoseconds() {
+    std::uint64_t t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+// A 64-bit word that carries the round it belongs to, so that it needs neither a reset nor a fence of its own.
+__device__ __forceinline__ std::uint64_t stamped(std::uint64_t epoch, std::uint32_t value) {
+    return (epoch << 32) | value;
+}
+
+__device__ __forceinline__ char* at_peer(const hal_cuda_ep& ep, int rank, std::uint64_t offset) {
+    return reinterpret_cast<char*>(ep.peers + static_cast<std::uint64_t>(rank) * ep.peer_stride + offset);
+}
+__device__ __forceinline__ char* at_home(const hal_cuda_ep& ep, std::uint64_t offset) {
+    return at_peer(ep, ep.rank, offset);
+}
+__device__ __forceinline__ State* state_of(const hal_cuda_ep& ep) { return reinterpret_cast<State*>(ep.state); }
+
+// Writes the error record if nobody has, and tells every block of this rank to give up when the failure is final.
+__device__ inline void report(const hal_cuda_ep& ep, const hal_cuda_error& what, bool final_failure) {
+    auto* out = reinterpret_cast<hal_cuda_error*>(ep.error);
+    if (atomicCAS_system(&out->claimed, 0u, 1u) == 0u) {
+        out->rank = what.rank, out->stage = what.stage, out->queue = what.queue, out->detail = what.detail;
+        out->token = what.token, out->expert = what.expert, out->expected = what.expected, out->seen = what.seen;
+        __threadfence_system();
+        *reinterpret_cast<volatile std::int32_t*>(&out->kind) = what.kind;
+    }
+    if (final_failure) atomicExch(&state_of(ep)->abort, 1u);
+    __threadfence_system();
+}
+
+// Polls `load` until `ok`; false after ep.timeout_ns, or when another block has failed. The clock is read once for many
+// polls: reading it costs more than a poll.
+template <class Load, class Ok>
+__device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok ok, int stage, int rank,
+                                           std::uint64_t expected) {
+    auto value = load();
+    if (ok(value)) return true;
+    const std::uint64_t start = nanoseconds();
+    for (;;) {
+        for (int i = 0; i < 64; ++i) {
+            value = load();
+            if (ok(value)) return true;
+        }
+        if (*reinterpret_cast<volatile unsigned*>(&state_of(ep)->abort) != 0u) return false;
+        if (nanoseconds() - start > ep.timeout_ns) {
+            hal_cuda_error what{};
+            what.kind = HAL_CUDA_TIMEOUT, what.rank = rank, what.stage = stage;
+            what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
+            report(ep, what, true);
+            return false;
+        }
+    }
+}
+
+// A stamped word of this round. Equality, not order: a peer cannot send the next round's word before this rank is done.
+__device__ __forceinline__ bool wait_stamped(const hal_cuda_ep& ep, const std::uint64_t* word, std::uint64_t epoch,
+                                             int stage, int rank, std::uint32_t* value) {
+    std::uint64_t seen = 0;
+    const bool ok = wait_until(
+        ep, [&] { return seen = load_relaxed(word); },
+        [&](std::uint64_t v) { return static_cast<std::uint32_t>(v >> 32) == static_cast<std::uint32_t>(epoch); },
+        stage, rank, stamped(epoch, 0));
+    *value = static_cast<std::uint32_t>(seen);
+    return ok;
+}
+
+__device__ __forceinline__ bool wait_at_least(const hal_cuda_ep& ep, const std::uint64_t* word, std::uint64_t target,
+                                              int stage, int rank) {
+    return wait_until(ep, [&] { return load_acquire(word); }, [&](std::uint64_t v) { return v >= target; }, stage, rank,
+                      target);
+}
+
+// A row's flag: the round it was last written in. A later round's row is further proof of this one's.
+__device__ __forceinline__ bool wait_flag(const hal_cuda_ep& ep, const std::uint32_t* flag, std::uint32_t epoch,
+                                          int stage, int rank) {
+    return wait_until(ep, [&] { return load_acquire(flag); },
+                      [&](std::uint32_t v) { return static_cast<std::int32_t>(v - epoch) >= 0; }, stage, rank, epoch);
+}
+
+// This block's part of a round's kRound, so that the parts of any number of blocks sum to it exactly.
+__device__ __forceinline__ std::uint64_t share_of_round() {
+    const std::uint64_t part = kRound / gridDim.x;
+    return blockIdx.x == 0 ? kRound - part * (gridDim.x - 1) : part;
+}
+
+// Every block of the launch has come this far, and what it wrote before is visible. All blocks must be resident: there
+// are never more than the device has multiprocessors.
+__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Lane& lane) {
+    __shared__ int failed;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(&lane.arrived, 1u);
+        const bool ok = wait_until(
+            ep, [&] { unsigned v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&lane.arrived) : "memory"); return v; },
+            [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x);
+        failed = !ok;
+    }
+    __syncthreads();
+    return !failed;
+}
+
+// The last block to leave prepares the counters for the next launch.
+__device__ inline void leave(Lane& lane, bool finishes_round) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    if (atomicAdd(&lane.left, 1u) != gridDim.x - 1) return;
+    for (unsigned& t : lane.tickets) t = 0;
+    lane.arrived = 0, lane.left = 0;
+    if (finishes_round) lane.epoch += 1;
+}
+
+// Work in units, handed to warps by a global counter: blocks get unequal link bandwidth by where they sit, and a fixed
+// split would wait for the slowest. The first unit of each warp is its own number, so small launches take no ticket;
+// the next ticket is fetched before the current unit is worked on, which hides the counter's latency.
+class Tickets {
+public:
+    __device__ Tickets(unsigned* counter, int warp, int warps, int units)
+        : counter_(counter), warps_(warps), units_(units), current_(warp), next_(units) {
+        if (units_ > warps_) fetch();
+    }
+    __device__ int unit() const { return current_; }
+    __device__ bool more() const { return current_ < units_; }
+    __device__ void advance() {
+        current_ = units_ > warps_ ? __shfl_sync(0xffffffffu, next_, 0) : units_;
+        if (current_ < units_) fetch();
+    }
+
+private:
+    __device__ void fetch() {
+        if ((threadIdx.x & 31) == 0) next_ = warps_ + static_cast<int>(atomicAdd(counter_, 1u));
+    }
+    unsigned* counter_;
+    int warps_, units_, current_, next_;
+};
+
+// How one row is cut for warps: `pieces` units of `vectors` 16-byte vectors, at most kLaneVectors for each lane.
+constexpr int kLaneVectors = 8;
+struct RowCut {
+    int row_vectors, pieces, vectors;
+    __device__ explicit RowCut(int row_bytes, int lane_vectors = kLaneVectors) {
+        row_vectors = row_bytes / 16;
+        pieces = (row_vectors + 32 * lane_vectors - 1) / (32 * lane_vectors);
+        const int even = (row_vectors + pieces - 1) / pieces;
+        vectors = (even + 31) / 32 * 32;
+        pieces = (row_vectors + vectors - 1) / vectors;
+    }
+};
+
+}  // namespace hal::cuda
