@@ -119,6 +119,8 @@ class Engine(Protocol):
 
     buffer_bytes: int
     """Symmetric memory for each rank, as printed by ``hal size``."""
+    device: str
+    """Where inputs must be and results are: ``cpu``, ``cuda:0``, ``npu:0``. Others are refused before anything is sent."""
 
     def dispatch_send(
         self,
