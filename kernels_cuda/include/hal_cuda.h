@@ -33,17 +33,19 @@ enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.deta
 
 typedef struct hal_cuda_error {
     uint32_t claimed;
-    int32_t kind, rank, stage, queue, detail;
+    int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank gave up */
     int32_t token, expert; /* BAD_INPUT: where, and the id found there */
     uint64_t expected, seen;
 } hal_cuda_error;
 
 /* One ExpertParallel on one rank. Offsets are bytes from the window's start, and in a slot from the slot's start. */
 typedef struct hal_cuda_ep {
+    int32_t device, unused;
     uint64_t peers;       /* rank 0's window as this device addresses it; rank r's is r * peer_stride further on */
     uint64_t peer_stride;
     uint64_t state;       /* this rank's counters (struct State), device memory, zeroed at the start */
     uint64_t error;       /* hal_cuda_error in pinned memory, device address */
+    uint64_t abort;       /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up */
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
@@ -92,7 +94,8 @@ typedef struct hal_cuda_window {
 } hal_cuda_window;
 
 /* One ordering word, run by the one-block interpreter kernel. */
-enum { HAL_CUDA_PUT = 0, HAL_CUDA_SIGNAL, HAL_CUDA_WAIT, HAL_CUDA_QUIET, HAL_CUDA_ARRIVE };
+enum { HAL_CUDA_PUT = 0, HAL_CUDA_SIGNAL, HAL_CUDA_WAIT, HAL_CUDA_QUIET };
+enum { HAL_CUDA_MAX_OPS = 48 }; /* of one call */
 typedef struct hal_cuda_op {
     int32_t kind, peer, order, signal_op, stage, queue;
     uint64_t address, source, bytes, value; /* address: of the peer's memory as this device addresses it */
@@ -105,6 +108,7 @@ int hal_cuda_compiled_nccl(void);
 int hal_cuda_load_nccl(const char* path, int* version);
 int hal_cuda_unique_id(void* id128);
 int hal_cuda_comm_create(const void* id128, int world, int rank, int device, void** comm);
+/* A communicator that somebody else made with the same NCCL library, and destroys. */
 int hal_cuda_comm_adopt(void* nccl_comm, int device, void** comm);
 int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out);
 int hal_cuda_comm_destroy(void* comm, int abort);
@@ -117,21 +121,23 @@ int hal_cuda_state_bytes(void);
 /* Bounded host wait for *word >> 32 == sequence; 0 and *value, 1 when time is up, 2 when `error` was claimed. */
 int hal_cuda_await_rows(const uint64_t* word, uint32_t sequence, const hal_cuda_error* error, double seconds,
                         uint32_t* value);
-int hal_cuda_ops(const hal_cuda_op* ops, int count, uint64_t error, uint64_t timeout_ns, uint64_t result,
+/* The words one after the other, each complete before the next. `result` (pinned, device address) gets what the last
+ * wait saw, or stays as it is. Uses device, state and error of `ep`. */
+int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int count, uint64_t timeout_ns, uint64_t result,
                  uint64_t stream);
 
 int hal_cuda_device_count(int* count);
 int hal_cuda_malloc(int device, uint64_t bytes, uint64_t stream, uint64_t* ptr);
-int hal_cuda_free(uint64_t ptr, uint64_t stream);
-int hal_cuda_host_alloc(uint64_t bytes, void** host, uint64_t* device);
+int hal_cuda_free(int device, uint64_t ptr, uint64_t stream);
+int hal_cuda_host_alloc(int device, uint64_t bytes, void** host, uint64_t* address);
 int hal_cuda_host_free(void* host);
-int hal_cuda_memset(uint64_t ptr, int value, uint64_t bytes, uint64_t stream);
-int hal_cuda_copy(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t stream);
+int hal_cuda_memset(int device, uint64_t ptr, int value, uint64_t bytes, uint64_t stream);
+int hal_cuda_copy(int device, uint64_t dst, uint64_t src, uint64_t bytes, uint64_t stream);
 int hal_cuda_stream_create(int device, uint64_t* stream);
-int hal_cuda_stream_destroy(uint64_t stream);
-int hal_cuda_stream_sync(uint64_t stream);
-int hal_cuda_stream_capturing(uint64_t stream, int* capturing);
-int hal_cuda_stream_order(uint64_t earlier, uint64_t later); /* `later` goes on after what `earlier` holds now */
+int hal_cuda_stream_destroy(int device, uint64_t stream);
+int hal_cuda_stream_sync(int device, uint64_t stream);
+int hal_cuda_stream_capturing(int device, uint64_t stream, int* capturing);
+int hal_cuda_stream_order(int device, uint64_t earlier, uint64_t later); /* `later` goes on after what `earlier` holds now */
 
 #ifdef __cplusplus
 }

@@ -180,7 +180,7 @@ template <class Type>
 int pull(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
     const std::size_t shared = (ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64;
     const auto kernel = a.weighted ? combine_pull_kernel<Type, true> : combine_pull_kernel<Type, false>;
-    return launch(kernel, a.blocks, a.threads, shared, stream, "combine", ep, a);
+    return launch(kernel, ep.device, a.blocks, a.threads, shared, stream, "combine", ep, a);
 }
 
 }  // namespace

@@ -136,15 +136,13 @@ __device__ __forceinline__ void add_own(const hal_cuda_ep& ep, const hal_cuda_co
         sum.add_row(reinterpret_cast<const char*>(a.x) + row * ep.combine_row_bytes);
         return;
     }
+    // Not rounded: this part does not cross the link.
     Sum<Type> part(cut, piece);
     sum_rows<Type, kWeighted>(ep, a, terms.rank == ep.rank ? terms.row : -1, terms.weight, part);
 #pragma unroll
-    for (int i = 0; i < kSumVectors; ++i) {  // rounded as the peers' parts are
-        uint4 v = Type::pack(part.value[i]);
-        Type::unpack(v, part.value[i]);
+    for (int i = 0; i < kSumVectors; ++i)
 #pragma unroll
         for (int j = 0; j < Type::kValues; ++j) sum.value[i][j] = __fadd_rn(sum.value[i][j], part.value[i][j]);
-    }
 }
 
 template <class Type, bool kWeighted>
@@ -205,7 +203,7 @@ __global__ void __launch_bounds__(512, 1)
 template <class Type>
 int push(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
     const auto kernel = a.weighted ? combine_push_kernel<Type, true> : combine_push_kernel<Type, false>;
-    return launch(kernel, a.blocks, a.threads, 0, stream, "combine", ep, a);
+    return launch(kernel, ep.device, a.blocks, a.threads, 0, stream, "combine", ep, a);
 }
 
 }  // namespace

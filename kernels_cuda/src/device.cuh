@@ -18,7 +18,6 @@ struct Lane {
 };
 struct State {
     Lane dispatch, combine;
-    unsigned abort;  // a wait has failed; nobody waits any more
 };
 
 // Rounds add this much to an arrival counter, however many blocks share it.
@@ -79,7 +78,7 @@ __device__ inline void report(const hal_cuda_ep& ep, const hal_cuda_error& what,
         __threadfence_system();
         *reinterpret_cast<volatile std::int32_t*>(&out->kind) = what.kind;
     }
-    if (final_failure) atomicExch(&state_of(ep)->abort, 1u);
+    if (final_failure) atomicCAS_system(reinterpret_cast<unsigned long long*>(ep.abort), 0ull, 1ull);
     __threadfence_system();
 }
 
@@ -96,14 +95,14 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
             value = load();
             if (ok(value)) return true;
         }
-        if (*reinterpret_cast<volatile unsigned*>(&state_of(ep)->abort) != 0u) return false;
-        if (nanoseconds() - start > ep.timeout_ns) {
-            hal_cuda_error what{};
-            what.kind = HAL_CUDA_TIMEOUT, what.rank = rank, what.stage = stage;
-            what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
-            report(ep, what, true);
-            return false;
-        }
+        const std::uint64_t abort = load_relaxed(reinterpret_cast<const std::uint64_t*>(ep.abort));
+        if (abort == 1) return false;
+        if (abort == 0 && nanoseconds() - start <= ep.timeout_ns) continue;
+        hal_cuda_error what{};
+        what.kind = HAL_CUDA_TIMEOUT, what.rank = abort > 1 ? static_cast<int>(abort - 2) : rank, what.stage = stage;
+        what.detail = abort > 1, what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
+        report(ep, what, true);
+        return false;
     }
 }
 

@@ -58,11 +58,14 @@ __device__ void build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     if (a.cached) {
         const auto* pos = reinterpret_cast<const std::int32_t*>(a.pos);
         plan.directory.build(a.tokens, [&](int token) {
-            std::uint64_t mask = 0;
-            if (kExpert) return ranks_of<false>(ep, a, token, nullptr, nullptr);
-            for (int r = 0; r < ep.world; ++r)
-                if (pos[token * ep.world + r] >= 0) mask |= 1ull << r;
-            return mask;
+            if constexpr (kExpert) {
+                return ranks_of<false>(ep, a, token, nullptr, nullptr);
+            } else {
+                std::uint64_t mask = 0;
+                for (int r = 0; r < ep.world; ++r)
+                    if (pos[token * ep.world + r] >= 0) mask |= 1ull << r;
+                return mask;
+            }
         });
     } else if (blockIdx.x == 0) {
         for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
@@ -679,5 +682,5 @@ extern "C" int hal_cuda_dispatch(const hal_cuda_ep* ep, const hal_cuda_dispatch_
     using namespace hal::cuda;
     const std::size_t bytes = shared_words(*ep, *args) * 4;
     const auto kernel = ep->expert_layout ? dispatch_kernel<true> : dispatch_kernel<false>;
-    return launch(kernel, args->blocks, args->threads, bytes, stream, "dispatch", *ep, *args);
+    return launch(kernel, ep->device, args->blocks, args->threads, bytes, stream, "dispatch", *ep, *args);
 }
