@@ -41,7 +41,7 @@ class Shm(ShmTransport):
     def profile(self) -> OrderingProfile:
         from hal.ordering import profile
 
-        return profile("lsa")
+        return profile("shm")
 
     def allocate(self, nbytes: int) -> int:
         """Collective. ContractError if sizes differ between ranks, CapacityError if this machine has not the memory."""
