@@ -25,7 +25,9 @@ from hal.rendezvous import decode, encode
 TIMEOUT = 20.0
 
 
-def together(n: int, body: Callable[[Bootstrap], Any], *, timeout: float = TIMEOUT, absent: tuple[int, ...] = ()) -> Any:
+def together(
+    n: int, body: Callable[[Bootstrap], Any], *, timeout: float = TIMEOUT, absent: tuple[int, ...] = ()
+) -> Any:
     """``body`` on every rank but the absent; results or exceptions in rank order."""
     token, outcomes = secrets.token_hex(16), [None] * n
 
@@ -323,7 +325,13 @@ def test_a_killed_run_does_not_block_the_next_of_the_same_name(tmp_path):
         "met = Bootstrap(current_run(), 20)\nprint(met.all_gather(met.rank), flush=True)\n"
         "time.sleep(60 if sys.argv[1] == 'stay' else 0)\n"
     )
-    environment = {**os.environ, **TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "XDG_RUNTIME_DIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        **TORCHRUN,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
 
     def start(mode: str) -> list[subprocess.Popen[str]]:
         return [

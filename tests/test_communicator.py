@@ -294,7 +294,11 @@ REFUSALS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         "order must be Order or one of 'none', 'relaxed', 'strong', not 'strongest'",
     ),
     "op": (lambda c, w, q: q.signal(0, 0, op="xor"), ContractError, "op must be SignalOp or one of 'add', 'set'"),
-    "scope": (lambda c, w, q: q.quiet(scope="all"), ContractError, "scope must be QuietScope or one of 'source', 'remote'"),
+    "scope": (
+        lambda c, w, q: q.quiet(scope="all"),
+        ContractError,
+        "scope must be QuietScope or one of 'source', 'remote'",
+    ),
     "value": (lambda c, w, q: q.signal(0, 0, 1 << 64), ContractError, "value must be an integer from 0 to 2"),
     "at_least": (lambda c, w, q: c.wait(0, -1), ContractError, "at_least must be an integer from 0 to 2"),
     "timeout": (lambda c, w, q: c.wait(0, 1, timeout=-2), ContractError, "positive number of seconds, not -2"),
