@@ -43,8 +43,7 @@ class Run:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ContractError(
-                f"{self.launcher} says rank {self.rank} of {self.world_size}; a rank is at least 0 and below the number "
-                "of ranks"
+                f"{self.launcher} says rank {self.rank} of {self.world_size}; ranks are 0 to size - 1"
             )
 
 
@@ -143,12 +142,17 @@ def _next_address(run: Run) -> str:
     """The abstract socket of this rank's next meeting. Ranks connect in the same order, so the numbers agree."""
     number = _meetings.get((run.token, run.rank), 0)
     _meetings[run.token, run.rank] = number + 1
-    name = hmac.new(run.token.encode(), f"rendezvous {number}".encode(), hashlib.sha256).hexdigest()
+    return address(run.token, number)
+
+
+def address(token: str, number: int) -> str:
+    """An abstract socket name (it starts with a null byte) that only those who know the token can compute."""
+    name = hmac.new(token.encode(), f"rendezvous {number}".encode(), hashlib.sha256).hexdigest()
     return f"\0hal-{name[:40]}"
 
 
 class Bootstrap:
-    """This rank's end of the meeting: :meth:`all_gather`, :meth:`barrier`, :meth:`agree`; all bounded by ``timeout``."""
+    """This rank's end of the meeting: :meth:`all_gather`, :meth:`barrier`, :meth:`agree`, bounded by ``timeout``."""
 
     def __init__(self, run: Run, timeout: float) -> None:
         """Collective. PeerTimeout lists the ranks that did not come; ContractError says why this one was refused."""
@@ -161,13 +165,13 @@ class Bootstrap:
             return
         deadline = time.monotonic() + timeout
         self._started = time.monotonic()
-        address = _next_address(run)
+        meeting = _next_address(run)
         hello = {"token": run.token, "rank": run.rank, "world_size": run.world_size, "version": __version__}
         try:
             if run.rank == 0:
-                self._socket = self._serve(address, hello)
+                self._socket = self._serve(meeting, hello)
             if self._socket is None:
-                self._socket = self._reach(address, deadline)
+                self._socket = self._reach(meeting, deadline)
                 self._send(hello)
             self._reply("ready", None, "rendezvous", deadline)
         except BaseException:
@@ -175,7 +179,7 @@ class Bootstrap:
             raise
 
     def all_gather(self, value: Any, what: str = "all_gather", timeout: float | None = None) -> list[Any]:
-        """Every rank's ``value`` (bytes, or anything JSON can say), in rank order. ``what`` must agree between ranks."""
+        """Every rank's ``value`` (bytes, or what JSON can say), in rank order. ``what`` must agree between ranks."""
         packed = {"b": base64.b64encode(value).decode()} if isinstance(value, bytes) else {"j": value}
         if self.world_size == 1:
             return [_unpack(json.loads(json.dumps(packed)))]  # as a peer would see it
@@ -191,7 +195,7 @@ class Bootstrap:
         self.all_gather(None, "barrier", timeout)
 
     def agree(self, what: str, settings: Mapping[str, Any]) -> None:
-        """Compare settings between ranks. ContractError, the same on every rank, names each that differs and its values."""
+        """Compare settings between ranks. ContractError, the same on all, names each that differs and its values."""
         everybody = [_flatten(s) for s in self.all_gather(settings, what)]
         first = everybody[0]
         differences = [
@@ -215,11 +219,11 @@ class Bootstrap:
             self._server.join(timeout=2.0)
             self._server = None
 
-    def _serve(self, address: str, hello: dict[str, Any]) -> socket.socket | None:
+    def _serve(self, meeting: str, hello: dict[str, Any]) -> socket.socket | None:
         """Become the server. None if somebody already is: then this process learns from it that its rank is taken."""
         listener = socket.socket(socket.AF_UNIX)
         try:
-            listener.bind(address)
+            listener.bind(meeting)
         except OSError:
             listener.close()
             return None
@@ -229,12 +233,12 @@ class Bootstrap:
         self._server.start()
         return mine
 
-    def _reach(self, address: str, deadline: float) -> socket.socket:
+    def _reach(self, meeting: str, deadline: float) -> socket.socket:
         while True:
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
-                connection.connect(address)
+                connection.connect(meeting)
             except OSError:
                 connection.close()
                 if time.monotonic() >= deadline:
