@@ -3,10 +3,12 @@
 #include <pybind11/pybind11.h>
 
 #include "checker/bind_checker.hpp"
+#include "transport/bind_transport.hpp"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(_engine, m) {
     m.doc() = "HAL's host engine: shared-memory transport, dispatch and combine kernels, ordering explorer.";
+    hal::bind_transport(m);
     hal::checker::bind_checker(m);
 }
