@@ -21,7 +21,8 @@ namespace hal::ep {
 
 struct CombineInput {
     const std::byte* x = nullptr;         // [rows, combine_row_bytes]
-    const float* topk_weights = nullptr;  // as dispatch gave them; null = not carried back
+    const float* topk_weights = nullptr;  // as dispatch gave them; read with returns_weights only
+    bool returns_weights = false;         // carry them back
     bool weighted = false;                // layout expert
 };
 
@@ -42,7 +43,7 @@ class Combine {
         if (epoch_ + 1 > finished_.all_until + depth)
             throw ContractViolation("combine " + std::to_string(finished_.all_until + 1) + " was sent and not received, and " +
                                     std::to_string(depth) + " may be in flight; receive it first, or raise num_buffers");
-        CombineRound round{++epoch_, std::move(state), in.weighted, in.topk_weights != nullptr, false};
+        CombineRound round{++epoch_, std::move(state), in.weighted, in.returns_weights, false};
         for (int i = 1; i < near_ranks(); ++i) {
             const int p = near(i);
             // The staging's last user was round n - depth; its home must have summed it.
