@@ -56,11 +56,13 @@ class HalConfig:
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     queues: int = 2
     """Queues to each peer: GIN contexts, UDMA QPs."""
+    signal_slots: int = 1024
+    """Signal slots on each rank for the communicator's own signal and wait."""
     timeout: float = 30.0
     """Seconds; bounds every wait."""
 
     def __post_init__(self) -> None:
-        _at_least(self, queues=1)
+        _at_least(self, queues=1, signal_slots=1)
         _positive_timeout(self)
 
 
@@ -186,17 +188,25 @@ class Settings:
     ranks: int = 4
     """Of commands that start their own ranks."""
     queues: int = 2
+    signal_slots: int = 1024
     timeout: float = 30.0
 
     def __post_init__(self) -> None:
         _one_of(self, "layout", ("rank", "expert"))
-        _at_least(self, ranks=1, alignment=1, queues=1)
+        _at_least(self, ranks=1, alignment=1, queues=1, signal_slots=1)
         _positive_timeout(self)
 
     @property
     def connection(self) -> HalConfig:
         """The part that :func:`hal.connect` needs."""
-        return HalConfig(self.backend.name, self.transport.name, self.topology, self.queues, self.timeout)
+        return HalConfig(
+            backend=self.backend.name,
+            transport=self.transport.name,
+            topology=self.topology,
+            queues=self.queues,
+            signal_slots=self.signal_slots,
+            timeout=self.timeout,
+        )
 
     @property
     def expert_parallel(self) -> ExpertParallelSpec:

@@ -50,7 +50,7 @@ def test_overrides_reach_the_connection_and_the_expert_parallel_spec() -> None:
         ["backend=cuda", "transport=shm", "topology=two_nodes", "workload=v3_decode", "schedule=latency", "queues=3",
          "completion=strong_last", "layout=expert", "alignment=16", "timeout=2"]
     )  # fmt: skip
-    assert settings.connection == HalConfig("cuda", "shm", TopologyConfig(2), 3, 2.0)
+    assert settings.connection == HalConfig("cuda", "shm", TopologyConfig(2), queues=3, timeout=2.0)
     spec = settings.expert_parallel
     assert (spec.num_experts, spec.top_k, spec.hidden, spec.max_tokens) == (256, 8, 7168, 128)
     assert (spec.dtype, spec.combine_dtype, spec.scale_dim) == ("float8_e4m3fn", "bfloat16", 56)
