@@ -6,13 +6,13 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
-from hal.config import HalConfig, Settings, config_directory
+from hal.config import Settings, config_directory
 from hal.errors import ContractError
 
 _ROOT = "default"
@@ -46,28 +46,6 @@ def load_sweep(overrides: Sequence[str]) -> list[tuple[list[str], Settings]]:
     except HydraException as error:
         raise _explained(error) from error
     return [(list(chosen), load_config([*fixed, *chosen])) for chosen in itertools.product(*swept)]
-
-
-def connection_config(config: object) -> HalConfig:
-    """What :func:`hal.connect` was given, as a :class:`HalConfig`: that, Settings, or a mapping (OmegaConf included).
-
-    A mapping has the shape of HalConfig or of the composed groups (``{"backend": {"name": "cuda"}, ...}``), so a user's
-    Hydra application passes its own ``cfg.hal``.
-    """
-    if isinstance(config, HalConfig):
-        return config
-    if isinstance(config, Settings):
-        return config.connection
-    if not isinstance(config, Mapping):
-        raise ContractError(
-            f"config is a {type(config).__name__}; give a HalConfig, hal.load_config([...]), or a mapping of its keys"
-        )
-    named = {
-        key: {"name": config[key]} if key in config and isinstance(config[key], str | None) else config[key]
-        for key in config
-        if key in _PLUGINS
-    }
-    return _validated({**config, **named}).connection
 
 
 def _compose(overrides: list[str]) -> Any:
@@ -108,7 +86,7 @@ def _validated(values: Any) -> Settings:
         if isinstance(node, DictConfig):
             OmegaConf.set_readonly(node, False)  # Frozen dataclasses make read-only nodes, which refuse a merge.
     try:
-        merged = OmegaConf.merge(schema, values if isinstance(values, DictConfig) else OmegaConf.create(dict(values)))
+        merged = OmegaConf.merge(schema, values)
         settings = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         raise _unknown_key(str(error.full_key)) from error

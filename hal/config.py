@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ def _at_least(config: Any, **minimum: float) -> None:
     """Refuse a field below its minimum, by its name."""
     for name, least in minimum.items():
         value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ContractError(f"{type(config).__name__}.{name} is {value!r}; it must be a number")
         if value < least:
             raise ContractError(f"{type(config).__name__}.{name} is {value}; it must be at least {least:g}")
 
 
 def _positive_timeout(config: Any) -> None:
-    if not config.timeout > 0:  # NaN included.
+    if isinstance(config.timeout, bool) or not isinstance(config.timeout, int | float) or not config.timeout > 0:  # NaN too.
         raise ContractError(f"{type(config).__name__}.timeout is {config.timeout}; it must be above 0 seconds")
 
 
@@ -147,6 +150,11 @@ class WorkloadConfig:
             )
 
     @property
+    def combined_dtype(self) -> str:
+        """Of combined rows: ``combine_dtype``, else ``dtype``, or bfloat16 when that is an fp8 type."""
+        return self.combine_dtype or ("bfloat16" if self.dtype.startswith("float8") else self.dtype)
+
+    @property
     def scale_dim(self) -> int:
         """float32 scales for each row; fp8 only."""
         return self.hidden // self.scale_block if self.scale_block and self.dtype.startswith("float8") else 0
@@ -226,6 +234,41 @@ class Settings:
             completion=self.completion.name,
             num_buffers=self.schedule.num_buffers,
         )
+
+
+def connection_config(config: object) -> HalConfig:
+    """What :func:`hal.connect` was given, as a :class:`HalConfig`: that, :class:`Settings`, or a mapping.
+
+    A mapping (OmegaConf's included) has the keys of HalConfig, or the shape of the composed groups (``{"backend": {"name":
+    "cuda"}, "workload": …}``), so that a user's Hydra application passes its own ``cfg.hal``. Keys of :class:`Settings`
+    that connecting does not need are passed over; any other key is refused.
+    """
+    if isinstance(config, HalConfig):
+        return config
+    if isinstance(config, Settings):
+        return config.connection
+    if not isinstance(config, Mapping):
+        raise ContractError(
+            f"config is a {type(config).__name__}; give a HalConfig, hal.load_config([...]), or a mapping of its keys"
+        )
+    known = {item.name for item in fields(HalConfig)}
+    _check_keys("", config, known | {item.name for item in fields(Settings)}, known)
+    given = {key: config[key] for key in config if key in known}
+    for group in ("backend", "transport"):
+        if isinstance(given.get(group), Mapping):
+            _check_keys(f"{group}.", given[group], {"name"}, {"name"})
+            given[group] = given[group].get("name", getattr(HalConfig, group))
+    if isinstance(given.get("topology"), Mapping):
+        keys = {item.name for item in fields(TopologyConfig)}
+        _check_keys("topology.", given["topology"], keys, keys)
+        given["topology"] = TopologyConfig(**given["topology"])
+    return HalConfig(**given)
+
+
+def _check_keys(prefix: str, given: Mapping[str, Any], accepted: set[str], named: set[str]) -> None:
+    for key in given:
+        if key not in accepted:
+            raise ContractError(f"unknown setting '{prefix}{key}'; known: {', '.join(sorted(named))}")
 
 
 def keyword_arguments(spec: ExpertParallelSpec) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hal.compose import connection_config, load_config, load_sweep
-from hal.config import HalConfig, Settings, TopologyConfig, config_directory
+from hal.compose import load_config, load_sweep
+from hal.config import HalConfig, Settings, TopologyConfig, config_directory, connection_config
 from hal.errors import ContractError
 
 GROUPS = ("backend", "transport", "topology", "schedule", "completion", "workload", "checker")
@@ -123,6 +123,13 @@ def test_connection_config_takes_every_form() -> None:
     assert connection_config({"topology": {"nodes": 2}}) == HalConfig(topology=TopologyConfig(2))
     with pytest.raises(ContractError, match=r"unknown setting 'queue'.*queues"):
         connection_config({"queue": 4})
+    assert connection_config({"backend": {"name": "cuda"}, "workload": {"tokens": 3}}) == HalConfig("cuda")
+    with pytest.raises(ContractError, match=r"topology.node'; known: nodes"):
+        connection_config({"topology": {"node": 4}})
+    with pytest.raises(ContractError, match=r"backend.nome'; known: name"):
+        connection_config({"backend": {"nome": "cuda"}})
+    with pytest.raises(ContractError, match="queues is 'two'; it must be a number"):
+        connection_config({"queues": "two"})
     with pytest.raises(ContractError, match="list"):
         connection_config([1])
 
@@ -151,7 +158,8 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.version import getbase
-from hal.compose import connection_config, load_config
+from hal.compose import load_config
+from hal.config import connection_config
 
 @hydra.main(config_path="conf", config_name="app", version_base="1.2")
 def main(cfg):

@@ -23,16 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hal import report
+from hal.arrays import NUMPY_DTYPES
 from hal.cli import add_overrides
 from hal.cli.ranks import run_ranks
 from hal.compose import load_config
 from hal.config import Settings
 from hal.demo.compare import differences, worst_share_of_bound
 from hal.demo.dense import DenseLayer, run_dense
-from hal.demo.model import Model, numpy_dtype
+from hal.demo.model import Model
 from hal.demo.rank import Job, LayerResult
 from hal.demo.text import read_routing, read_text, tokenize
 from hal.errors import ContractError
+from hal.traffic import row_matrix
 
 _HEADER = (
     "layer", "tokens", "rows", "to others", "dispatched", "combined", "dispatch us", "experts us", "combine us",
@@ -114,7 +116,9 @@ def _judge(
     for layer, dense in enumerate(run_dense(settings, job)):
         results = [rank[layer] for rank in ranks]
         found = differences(layer, [item.y for item in results], dense, words)
-        sent = _row_matrix(settings, dense)
+        sent = row_matrix(
+            np.array_split(dense.topk_idx, settings.ranks), settings.workload.num_experts, settings.layout
+        )
         found += _count_differences(layer, settings, results, sent, dense)
         rows.append(_row(layer, settings, results, sent, dense, found))
         wrong += found
@@ -131,7 +135,7 @@ def _row(
 ) -> tuple[object, ...]:
     work = settings.workload
     crossing = int(sent.sum() - np.trace(sent))
-    row_bytes = work.hidden * numpy_dtype(work.dtype).itemsize + 4 * work.scale_dim
+    row_bytes = work.hidden * NUMPY_DTYPES[work.dtype].itemsize + 4 * work.scale_dim
     received = sent.sum(axis=0)
     assigned = np.concatenate([item.tokens_per_expert for item in results])
     return (
@@ -154,18 +158,6 @@ def _row(
         "differ" if found else "equal",
         f"{worst_share_of_bound([item.y for item in results], dense):.2f}",
     )
-
-
-def _row_matrix(settings: Settings, dense: DenseLayer) -> NDArray[np.int64]:
-    """Rows from each source rank to each target rank, from the dense routing."""
-    ranks, idx = settings.ranks, dense.topk_idx
-    owner = np.where(idx >= 0, idx // (settings.workload.num_experts // ranks), -1)
-    home = np.repeat(np.arange(ranks), [len(part) for part in np.array_split(idx, ranks)])
-    sent = np.zeros((ranks, ranks), np.int64)
-    for target in range(ranks):
-        hits = (owner == target).sum(axis=1)
-        np.add.at(sent[:, target], home, hits if settings.layout == "expert" else (hits > 0).astype(np.int64))
-    return sent
 
 
 def _count_differences(

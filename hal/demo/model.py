@@ -15,16 +15,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from hal.arrays import NUMPY_DTYPES
 from hal.config import WorkloadConfig
 
 Array: TypeAlias = NDArray[np.generic]
 
 EXPERT_WIDTH = 32  # Inner width of an expert: the demo is about moving rows, not about multiplying.
-
-
-def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """NumPy's or ml_dtypes' type of that name."""
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def finfo(dtype: np.dtype[np.generic]) -> Any:
@@ -43,8 +39,7 @@ class Model:
     @property
     def stream_dtype(self) -> np.dtype[np.generic]:
         """Type of the residual stream and of combined rows."""
-        dtype = self.work.dtype
-        return numpy_dtype(self.work.combine_dtype or ("bfloat16" if dtype.startswith("float8") else dtype))
+        return NUMPY_DTYPES[self.work.combined_dtype]
 
     def embed(self, ids: NDArray[np.int64]) -> Array:
         """[N] token ids to [N, H]; the same word is the same row."""
@@ -74,7 +69,7 @@ class Model:
 
     def to_wire(self, x: Array) -> tuple[Array, NDArray[np.float32] | None]:
         """Rows as dispatch sends them: in ``workload.dtype``, with a scale for each block where that is configured."""
-        work, wire = self.work, numpy_dtype(self.work.dtype)
+        work, wire = self.work, NUMPY_DTYPES[self.work.dtype]
         if not work.scale_dim:
             return x.astype(wire), None
         blocks = x.astype(np.float32).reshape(len(x), work.scale_dim, work.scale_block)
