@@ -19,12 +19,13 @@ def config_directory() -> Path:
 
 
 def _at_least(config: Any, **minimum: float) -> None:
-    """Refuse a field below its minimum, by its name."""
+    """Refuse a field below its minimum, by its name. A minimum that is an int asks for an integer."""
     for name, least in minimum.items():
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ContractError(f"{type(config).__name__}.{name} is {value!r}; it must be a number")
-        if value < least:
+        if isinstance(value, bool) or not isinstance(value, int if isinstance(least, int) else int | float):
+            kind = "an integer" if isinstance(least, int) else "a number"
+            raise ContractError(f"{type(config).__name__}.{name} is {value!r}; it must be {kind}")
+        if not value >= least:  # NaN too.
             raise ContractError(f"{type(config).__name__}.{name} is {value}; it must be at least {least:g}")
 
 
@@ -141,7 +142,7 @@ class WorkloadConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(self, tokens=0, hidden=1, num_experts=1, top_k=1, scale_block=0, skew=0, seed=0)
+        _at_least(self, tokens=0, hidden=1, num_experts=1, top_k=1, scale_block=0, skew=0.0, seed=0)
         if self.top_k > self.num_experts:
             raise ContractError(f"WorkloadConfig.top_k is {self.top_k}, but there are {self.num_experts} experts")
         if self.scale_block and self.hidden % self.scale_block:
@@ -269,8 +270,3 @@ def _check_keys(prefix: str, given: Mapping[str, Any], accepted: set[str], named
     for key in given:
         if key not in accepted:
             raise ContractError(f"unknown setting '{prefix}{key}'; known: {', '.join(sorted(named))}")
-
-
-def keyword_arguments(spec: ExpertParallelSpec) -> dict[str, Any]:
-    """A spec as the keyword arguments of :meth:`hal.Communicator.expert_parallel`."""
-    return {item.name: getattr(spec, item.name) for item in fields(spec)}

@@ -128,7 +128,7 @@ def test_connection_config_takes_every_form() -> None:
         connection_config({"topology": {"node": 4}})
     with pytest.raises(ContractError, match=r"backend.nome'; known: name"):
         connection_config({"backend": {"nome": "cuda"}})
-    with pytest.raises(ContractError, match="queues is 'two'; it must be a number"):
+    with pytest.raises(ContractError, match="queues is 'two'; it must be an integer"):
         connection_config({"queues": "two"})
     with pytest.raises(ContractError, match="list"):
         connection_config([1])

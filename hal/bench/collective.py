@@ -11,13 +11,13 @@ from hal.arrays import NUMPY_DTYPES
 from hal.bench.inputs import Inputs, inputs
 from hal.bench.sample import Plan, Sample, measure
 from hal.bench.verify import wrong_combine, wrong_dispatch
-from hal.config import Settings, keyword_arguments
+from hal.config import Settings
 from hal.traffic import row_matrix, traffic
 
 
 def run_rank(comm: Any, settings: Settings, plan: Plan) -> list[Sample]:
     """A sample for each size. Experts are left out: each row is its own answer."""
-    with comm.expert_parallel(**keyword_arguments(settings.expert_parallel)) as ep:
+    with comm.expert_parallel(settings.expert_parallel) as ep:
         one = _dispatch if plan.operation == "dispatch" else _combine
         return [one(comm, ep, settings, plan, tokens) for tokens in plan.sizes]
 

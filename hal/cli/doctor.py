@@ -47,4 +47,7 @@ def _described(item: Entry) -> str:
     head = f"{'ok ' if item.usable else 'no '} {item.kind} {item.name}: {item.description or '-'}"
     if item.usable:
         return head
-    return f"{head}\n      why: {item.reason}\n      fix: {item.fix or 'not known'}"
+    lines = [head]
+    for label, text in (("why", item.reason), ("fix", item.fix or "not known")):
+        lines += [f"      {label if at == 0 else '   '}  {part}" for at, part in enumerate(text.split("; "))]
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hal.config import Settings, keyword_arguments
+from hal.config import Settings
 from hal.demo.model import Array, Model
 
 Routing: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -49,7 +49,7 @@ def run_rank(comm: Any, settings: Settings, job: Job) -> list[LayerResult]:
     ids = share(job.ids, comm.rank, comm.world_size)
     routing = None if job.routing is None else tuple(share(part, comm.rank, comm.world_size) for part in job.routing)
     results = []
-    with comm.expert_parallel(**keyword_arguments(settings.expert_parallel)) as ep:
+    with comm.expert_parallel(settings.expert_parallel) as ep:
         x = model.embed(ids)
         for layer in range(model.layers):
             idx, weights = routing or model.route(layer, x)
