@@ -163,7 +163,7 @@ class ExpertParallel:
         """
         call = self._check_dispatch(x, topk_idx, topk_weights, scales, handle)
         self._await_tail()
-        return self._receive_dispatch(self._send_dispatch(call))
+        return self._dispatch_whole(call)
 
     def combine(
         self, x: Any, handle: Handle, *, weighted: bool = False, topk_weights: Any = None, bias: Any = None
@@ -179,7 +179,7 @@ class ExpertParallel:
         """
         call = self._check_combine(x, handle, weighted, topk_weights, bias)
         self._await_tail()
-        return self._receive_combine(self._send_combine(call), call.bias)
+        return self._combine_whole(call)
 
     # --- halves: send now, compute something else, receive later -------------------------------------------------
 
@@ -232,14 +232,14 @@ class ExpertParallel:
         Operations of one ExpertParallel run in the order of their calls, the blocking ones included.
         """
         call = self._check_dispatch(x, topk_idx, topk_weights, scales, handle)
-        return self._later(lambda: self._receive_dispatch(self._send_dispatch(call)))
+        return self._later(lambda: self._dispatch_whole(call))
 
     def combine_async(
         self, x: Any, handle: Handle, *, weighted: bool = False, topk_weights: Any = None, bias: Any = None
     ) -> Event[Any]:
         """:meth:`combine` as an event, as :meth:`dispatch_async`."""
         call = self._check_combine(x, handle, weighted, topk_weights, bias)
-        return self._later(lambda: self._receive_combine(self._send_combine(call), call.bias))
+        return self._later(lambda: self._combine_whole(call))
 
     # --- end -----------------------------------------------------------------------------------------------------
 
@@ -371,7 +371,18 @@ class ExpertParallel:
     def _receive_dispatch(self, pending: Pending) -> Dispatched:
         # Used up even if the receive fails: what a peer has sent cannot be awaited twice.
         sent, pending._sent, kind = pending._sent, None, pending._kind
-        got = self._engine.dispatch_recv(sent, pending._stream)
+        return self._dispatched(self._engine.dispatch_recv(sent, pending._stream), kind, pending._tokens)
+
+    def _dispatch_whole(self, call: _Call) -> Dispatched:
+        """Both halves; in one go where the engine can, which on devices saves a launch."""
+        whole = getattr(self._engine, "dispatch", None)
+        if whole is None:
+            return self._receive_dispatch(self._send_dispatch(call))
+        state = call.handle._state if call.handle is not None else None
+        got = whole(call.x, call.topk_idx, call.topk_weights, call.scales, state, call.stream)
+        return self._dispatched(got, call.kind, call.tokens)
+
+    def _dispatched(self, got: Received, kind: str, tokens: int) -> Dispatched:
         return Dispatched(
             to_kind(got.x, kind),
             None if got.scales is None else to_kind(got.scales, kind),
@@ -379,7 +390,7 @@ class ExpertParallel:
             to_kind(got.topk_weights, kind),
             to_kind(got.tokens_per_expert, kind),
             None if got.expert_offsets is None else to_kind(got.expert_offsets, kind),
-            Handle(self, got.state, pending._tokens, got),
+            Handle(self, got.state, tokens, got),
         )
 
     def _send_combine(self, call: _Call) -> Pending:
@@ -389,7 +400,18 @@ class ExpertParallel:
 
     def _receive_combine(self, pending: Pending, bias: Sequence[Buffer]) -> Any:
         sent, pending._sent, kind = pending._sent, None, pending._kind
-        y, topk_weights = self._engine.combine_recv(sent, bias, pending._stream)
+        return self._combined(*self._engine.combine_recv(sent, bias, pending._stream), kind)
+
+    def _combine_whole(self, call: _Call) -> Any:
+        whole = getattr(self._engine, "combine", None)
+        if whole is None:
+            return self._receive_combine(self._send_combine(call), call.bias)
+        assert call.handle is not None
+        state = call.handle._state
+        return self._combined(*whole(call.x, state, call.topk_weights, call.weighted, call.bias, call.stream), call.kind)
+
+    @staticmethod
+    def _combined(y: Buffer, topk_weights: Buffer | None, kind: str) -> Any:
         if topk_weights is None:
             return to_kind(y, kind)
         return to_kind(y, kind), to_kind(topk_weights, kind)

@@ -14,7 +14,7 @@ from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hal.arrays import ITEMSIZE, Buffer
+from hal.arrays import Buffer
 from hal.backend import Received
 from hal.config import ExpertParallelSpec
 from hal.errors import ContractError, HalError, PeerTimeout
@@ -81,7 +81,7 @@ class CudaEngine:
         self._slots = Slots(spec.num_buffers)
         self._faults = Faults(self._library, session.device)
         self._allocator = Allocator(self._library, session.device)
-        self._tuning = sizing.tuning(spec, world, self._push, session.properties.sms)
+        self.tuning = sizing.tuning(spec, world, self._push, session.properties.sms)
         self._state_memory = int(self._library.value("malloc", c_uint64, session.device, self._library.state_bytes, 0))
         self._library.memset(session.device, self._state_memory, 0, self._library.state_bytes, 0)
         self._library.stream_sync(session.device, 0)
@@ -133,7 +133,7 @@ class CudaEngine:
         self._name_handle(args, pending.state)
         args.tokens, args.cached, args.slot = 0, int(pending.state.shared is not None), pending.lease.slot
         args.phases, args.host_word, args.pad_to_rows = native.RECV, 0, 0
-        args.blocks, args.threads = self._tuning.dispatch_blocks if self._spec.layout == "expert" else 8, self._tuning.threads
+        args.blocks, args.threads = self.tuning.dispatch_blocks if self._spec.layout == "expert" else 8, self.tuning.threads
         self._library.dispatch(self._ep_ref, byref(args), on)
         return self._received(pending, stream)
 
@@ -176,27 +176,23 @@ class CudaEngine:
         if pending.sequence:
             state.rows = self._await_rows(pending.sequence)
         self._finish(stream)
-        rows, base, place = state.rows, pending.lease.slot * self._place.slot_bytes + self._place.slots, self._place
+        rows, place, local = state.rows, self._place, spec.num_experts // self._session.world_size
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
-        parts = [
-            (0, (rows, spec.hidden), spec.dtype),
-            (place.slot_idx, words, "int32"),
-            (place.slot_weights, words, "float32"),
-        ]
-        if spec.scale_dim:
-            parts.append((place.slot_scales, (rows, spec.scale_dim), "float32"))
-        owner: object = pending.lease
-        buffers = [Buffer(self._window.ptr + base + at, shape, kind, self.device, owner) for at, shape, kind in parts]
-        if not pending.view:
-            buffers = [self._copy_out(buffer, pending.like, stream) for buffer in buffers]
-        own = state.shared or state.memory
-        local = spec.num_experts // self._session.world_size
-        handle = state.place
-        counts = Buffer(own.ptr + handle.tokens_per_expert, (local,), "int32", self.device, own.owner)
-        offsets = None
-        if spec.layout == "expert":
-            offsets = Buffer(own.ptr + handle.expert_offsets, (local + 1,), "int64", self.device, own.owner)
-        return Received(buffers[0], buffers[3] if spec.scale_dim else None, buffers[1], buffers[2], counts, offsets, state)
+        base = self._window.ptr + place.slots + pending.lease.slot * place.slot_bytes
+
+        def part(offset: int, shape: tuple[int, ...], dtype: str) -> Buffer:
+            buffer = Buffer(base + offset, shape, dtype, self.device, pending.lease)
+            return buffer if pending.view else self._copy_out(buffer, pending.like, stream)
+
+        return Received(
+            part(0, (rows, spec.hidden), spec.dtype),
+            part(place.slot_scales, (rows, spec.scale_dim), "float32") if spec.scale_dim else None,
+            part(place.slot_idx, words, "int32"),
+            part(place.slot_weights, words, "float32"),
+            part(place.slot_counts, (local,), "int32"),
+            part(place.slot_offsets, (local + 1,), "int64") if spec.layout == "expert" else None,
+            state,
+        )
 
     def _await_rows(self, sequence: int) -> int:
         """The row count of an exact dispatch, while its rows still move."""
@@ -289,29 +285,29 @@ class CudaEngine:
         args.window_offset = self._offset(pending.x) if fused else -1
         args.tokens, args.weighted, args.phases = state.tokens, int(pending.weighted), phases
         args.scratch_slot = pending.scratch.slot if pending.scratch is not None else 0
-        args.push, args.push_blocks = int(self._push), self._tuning.push_blocks
+        args.push, args.push_blocks = int(self._push), self.tuning.push_blocks
         args.blocks, args.threads = self._combine_shape(state.tokens)
         return args
 
     # --- shapes of launches --------------------------------------------------------------------------------------
 
     def _dispatch_shape(self, tokens: int) -> tuple[int, int]:
-        most, spec = self._tuning.dispatch_blocks, self._spec
+        most, spec = self.tuning.dispatch_blocks, self._spec
         if spec.layout == "expert":
-            return min(most, max(tokens // 4, 16)), self._tuning.threads
+            return min(most, max(tokens // 4, 16)), self.tuning.threads
         pieces = -(-self._place.row_bytes // 4096)
         units = tokens * pieces + self._session.world_size * -(-tokens // 32)
         if units > 1024:
-            return most, self._tuning.threads
-        warps = self._tuning.small_threads // 32
-        return max(min(-(-units // warps), self._session.properties.sms), 1), self._tuning.small_threads
+            return most, self.tuning.threads
+        warps = self.tuning.small_threads // 32
+        return max(min(-(-units // warps), self._session.properties.sms), 1), self.tuning.small_threads
 
     def _combine_shape(self, tokens: int) -> tuple[int, int]:
         if self._push:
-            return self._tuning.combine_blocks, self._tuning.threads
+            return self.tuning.combine_blocks, self.tuning.threads
         units = tokens * -(-self._place.combine_row_bytes // 2048)
-        warps = self._tuning.threads // 32
-        return max(min(-(-units // warps), self._tuning.combine_blocks), 1), self._tuning.threads
+        warps = self.tuning.threads // 32
+        return max(min(-(-units // warps), self.tuning.combine_blocks), 1), self.tuning.threads
 
     # --- the rest ------------------------------------------------------------------------------------------------
 
@@ -331,7 +327,7 @@ class CudaEngine:
         own, place = state.memory.ptr, state.place
         shared = state.shared.ptr if state.shared is not None else own
         args.pos, args.idx, args.counts = shared + place.pos, shared + place.idx, shared + place.counts
-        args.tokens_per_expert, args.expert_offsets = shared + place.tokens_per_expert, shared + place.expert_offsets
+        args.expert_counts, args.expert_offsets = shared + place.expert_counts, shared + place.expert_offsets
         args.weights, args.source = own + place.weights, own + place.source
 
     def _description(self) -> Any:
@@ -355,6 +351,8 @@ class CudaEngine:
             slot_scales=place.slot_scales,
             slot_idx=place.slot_idx,
             slot_weights=place.slot_weights,
+            slot_counts=place.slot_counts,
+            slot_offsets=place.slot_offsets,
             slot_meta=place.slot_meta,
             slot_back=place.slot_back,
             world=session.world_size,
@@ -450,4 +448,3 @@ def _check_spec(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
     return True
 
 
-__all__ = ["ITEMSIZE", "CudaEngine"]

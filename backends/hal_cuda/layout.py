@@ -39,6 +39,8 @@ class Layout:
     slot_scales: int
     slot_idx: int
     slot_weights: int
+    slot_counts: int
+    slot_offsets: int
     slot_meta: int
     slot_back: int
     slot_bytes: int
@@ -62,7 +64,9 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
     scales = aligned(rows * row_bytes)
     idx = scales + aligned(rows * spec.scale_dim * 4)
     weights = idx + aligned(rows * per_row * 4)
-    meta = weights + aligned(rows * per_row * 4)
+    counts = weights + aligned(rows * per_row * 4)
+    offsets = counts + aligned(spec.num_experts // world * 4)
+    meta = offsets + aligned((spec.num_experts // world + 1) * 8)
     received = meta + aligned((rows if spec.layout == "rank" else sources * (3 * k + 1)) * 4)
     # Combine's scratch: staged rows of every source (push), or this rank's own rows (pull); then the weights.
     back = aligned((sources if push else rows) * combine_row_bytes)
@@ -84,6 +88,8 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
         slot_scales=scales,
         slot_idx=idx,
         slot_weights=weights,
+        slot_counts=counts,
+        slot_offsets=offsets,
         slot_meta=meta,
         slot_back=back,
         slot_bytes=slot_bytes,
@@ -118,7 +124,7 @@ class HandleLayout:
     weights: int
     source: int
     counts: int
-    tokens_per_expert: int
+    expert_counts: int
     expert_offsets: int
     total: int
 

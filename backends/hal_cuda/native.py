@@ -50,7 +50,7 @@ Ep: Any = _structure(
     (c_int32, "device unused"),
     (c_uint64, "peers peer_stride state error abort timeout_ns"),
     (c_uint64, "off_header off_arrive off_dispatch_flags off_ready off_done off_combine_flags"),
-    (c_uint64, "off_slots slot_bytes slot_scales slot_idx slot_weights slot_meta slot_back"),
+    (c_uint64, "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back"),
     (c_int32, "world rank experts local_experts topk max_tokens scale_dim"),
     (c_int32, "row_bytes combine_row_bytes combine_type"),
     (c_int32, "expert_layout fixed_slots alignment slots slot_rows keep_source"),
@@ -58,7 +58,7 @@ Ep: Any = _structure(
 DispatchArgs: Any = _structure(
     "DispatchArgs",
     (c_uint64, "x topk_idx topk_weights scales"),
-    (c_uint64, "pos idx weights source counts tokens_per_expert expert_offsets host_word"),
+    (c_uint64, "pos idx weights source counts expert_counts expert_offsets host_word"),
     (c_uint32, "sequence"),
     (c_int32, "tokens idx_is_64 cached slot phases pad_to_rows blocks threads"),
 )

@@ -49,7 +49,7 @@ typedef struct hal_cuda_ep {
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
-    uint64_t slot_scales, slot_idx, slot_weights, slot_meta, slot_back;
+    uint64_t slot_scales, slot_idx, slot_weights, slot_counts, slot_offsets, slot_meta, slot_back;
     int32_t world, rank, experts, local_experts, topk, max_tokens, scale_dim;
     int32_t row_bytes, combine_row_bytes, combine_type; /* 0 bfloat16, 1 float16, 2 float32 */
     int32_t expert_layout, fixed_slots, alignment, slots, slot_rows;
@@ -60,11 +60,12 @@ enum { HAL_CUDA_SEND = 1, HAL_CUDA_RECV = 2 };
 
 /* One dispatch. Handle arrays live as long as the handle: pos [T, R] rows at each rank (layout rank) or [T, k] rows
  * (layout expert), -1 = none; idx and weights [T, k]; source: layout rank [rows] int32 source token; layout expert
- * [R * max_tokens, k] rows then as many weights; counts [R] int32 rows from each rank, then the total, then the number
- * of rows with padding. */
+ * [R * max_tokens, k] rows, as many weights, then [R * max_tokens] source tokens; counts [R] int32 rows from each rank,
+ * then the total, the rows with padding, the round, and (fixed slots, layout expert) [L, R] rows of each expert and rank;
+ * expert_counts [L] and expert_offsets [L + 1] as the caller gets them, who may overwrite its own. */
 typedef struct hal_cuda_dispatch_args {
     uint64_t x, topk_idx, topk_weights, scales;
-    uint64_t pos, idx, weights, source, counts, tokens_per_expert, expert_offsets;
+    uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets;
     uint64_t host_word;   /* pinned: sequence << 32 | rows, written as soon as the rows are known; 0 = not wanted */
     uint32_t sequence;
     int32_t tokens, idx_is_64, cached, slot, phases;

@@ -175,7 +175,7 @@ __device__ void place_groups(const hal_cuda_ep& ep, const hal_cuda_dispatch_args
         for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x) {
             plan.start[e] = static_cast<unsigned>(reinterpret_cast<const long long*>(a.expert_offsets)[e]);
             if (e < ep.local_experts)
-                plan.expert_total[ep.rank * ep.local_experts + e] = reinterpret_cast<const std::int32_t*>(a.tokens_per_expert)[e];
+                plan.expert_total[ep.rank * ep.local_experts + e] = reinterpret_cast<const std::int32_t*>(a.expert_counts)[e];
         }
     } else if (ep.fixed_slots) {
         for (int e = threadIdx.x; e < ep.experts; e += blockDim.x)
@@ -231,6 +231,20 @@ struct Padding {
     }
 };
 
+// Entries of one of this rank's own experts, of all ranks.
+template <bool kExpert>
+__device__ unsigned count_of(const hal_cuda_ep& ep, const Plan& plan, std::uint64_t epoch, int expert) {
+    const int global = ep.rank * ep.local_experts + expert;
+    if (kExpert) return plan.expert_total[global];
+    unsigned total = 0;
+    for (int s = 0; s < ep.world; ++s) {
+        std::uint32_t n = 0;
+        wait_stamped(ep, header_at(ep, ep.rank, s) + 1 + ep.world + global, epoch, HAL_CUDA_STAGE_HEADER, s, &n);
+        total += n;
+    }
+    return total;
+}
+
 // Block 0 keeps what the receive half, the caller and the combine need.
 template <bool kExpert>
 __device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, std::uint64_t epoch,
@@ -254,28 +268,22 @@ __device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
         }
     }
     __syncthreads();
-    if (blockIdx.x != 0 || a.cached) return;
-    auto* per_expert = reinterpret_cast<std::int32_t*>(a.tokens_per_expert);
+    if (blockIdx.x != 0) return;
+    // Once for the handle and once for the caller, who may overwrite its own.
+    char* slot = at_home(ep, ep.off_slots + a.slot * ep.slot_bytes);
+    auto* per_expert = reinterpret_cast<std::int32_t*>(a.expert_counts);
     for (int e = threadIdx.x; e < ep.local_experts; e += blockDim.x) {
-        const int global = ep.rank * ep.local_experts + e;
-        unsigned total = 0;
-        if (kExpert) {
-            total = plan.expert_total[global];
-        } else {
-            for (int s = 0; moved && s < ep.world; ++s) {
-                std::uint32_t n = 0;
-                wait_stamped(ep, header_at(ep, ep.rank, s) + 1 + ep.world + global, epoch, HAL_CUDA_STAGE_HEADER, s, &n);
-                total += n;
-            }
-        }
-        per_expert[e] = static_cast<std::int32_t>(moved ? total : 0u);
+        if (!a.cached) per_expert[e] = moved ? static_cast<std::int32_t>(count_of<kExpert>(ep, plan, epoch, e)) : 0;
+        reinterpret_cast<std::int32_t*>(slot + ep.slot_counts)[e] = per_expert[e];
     }
     if (!kExpert) return;
     auto* offsets = reinterpret_cast<long long*>(a.expert_offsets);
-    for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x) offsets[e] = moved || ep.fixed_slots ? plan.start[e] : 0;
-    if (ep.fixed_slots)
-        for (int i = threadIdx.x; i < ep.local_experts * ep.world; i += blockDim.x)
-            counts[ep.world + kTails + i] = moved ? static_cast<std::int32_t>(Padding{ep, a, plan, true, 0}.received(i)) : 0;
+    for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x) {
+        if (!a.cached) offsets[e] = moved ? plan.start[e] : 0;
+        reinterpret_cast<long long*>(slot + ep.slot_offsets)[e] = offsets[e];
+    }
+    for (int i = threadIdx.x; ep.fixed_slots && !a.cached && i < ep.local_experts * ep.world; i += blockDim.x)
+        counts[ep.world + kTails + i] = moved ? static_cast<std::int32_t>(Padding{ep, a, plan, true, 0}.received(i)) : 0;
 }
 
 __device__ __forceinline__ char* slot_at(const hal_cuda_ep& ep, int peer, unsigned slot) {
