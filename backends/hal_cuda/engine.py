@@ -276,6 +276,8 @@ class CudaEngine:
     def _name_combine(self, pending: PendingCombine, phases: int, *, fused: bool) -> Any:
         args, state = self._combine_args, pending.state
         args.x, args.out, args.bias0, args.bias1, args.out_weights = pending.x.ptr, 0, 0, 0, 0
+        # Not told by the address: an empty array has none.
+        args.carries_weights = int(pending.weights is not None)
         args.row_weights = 0 if pending.weights is None else pending.weights.ptr
         own, handle = state.memory.ptr, state.place
         shared = state.shared.ptr if state.shared is not None else own
@@ -355,6 +357,7 @@ class CudaEngine:
             slot_offsets=place.slot_offsets,
             slot_meta=place.slot_meta,
             slot_back=place.slot_back,
+            slot_own=place.slot_own,
             world=session.world_size,
             rank=session.rank,
             experts=spec.num_experts,

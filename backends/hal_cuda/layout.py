@@ -43,6 +43,7 @@ class Layout:
     slot_offsets: int
     slot_meta: int
     slot_back: int
+    slot_own: int
     slot_bytes: int
     header: int
     arrive: int
@@ -68,9 +69,11 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
     offsets = counts + aligned(spec.num_experts // world * 4)
     meta = offsets + aligned((spec.num_experts // world + 1) * 8)
     received = meta + aligned((rows if spec.layout == "rank" else sources * (3 * k + 1)) * 4)
-    # Combine's scratch: staged rows of every source (push), or this rank's own rows (pull); then the weights.
+    # Combine's scratch: staged rows of every source (push), or this rank's own rows (pull); then the weights; then (a
+    # sum by rank in two halves) this rank's own sums, which stay float32.
     back = aligned((sources if push else rows) * combine_row_bytes)
-    scratch = back + aligned(sources * k * 4 if push else rows * per_row * 4)
+    own = back + aligned(sources * k * 4 if push else rows * per_row * 4)
+    scratch = own + (spec.max_tokens * spec.hidden * 4 if push and spec.layout == "expert" else 0)
     slot_bytes = aligned(max(received, scratch), 4096)
 
     header = 0
@@ -92,6 +95,7 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
         slot_offsets=offsets,
         slot_meta=meta,
         slot_back=back,
+        slot_own=own,
         slot_bytes=slot_bytes,
         header=header,
         arrive=arrive,

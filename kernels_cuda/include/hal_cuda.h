@@ -49,7 +49,7 @@ typedef struct hal_cuda_ep {
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
-    uint64_t slot_scales, slot_idx, slot_weights, slot_counts, slot_offsets, slot_meta, slot_back;
+    uint64_t slot_scales, slot_idx, slot_weights, slot_counts, slot_offsets, slot_meta, slot_back, slot_own;
     int32_t world, rank, experts, local_experts, topk, max_tokens, scale_dim;
     int32_t row_bytes, combine_row_bytes, combine_type; /* 0 bfloat16, 1 float16, 2 float32 */
     int32_t expert_layout, fixed_slots, alignment, slots, slot_rows;
@@ -79,7 +79,7 @@ typedef struct hal_cuda_combine_args {
     uint64_t x, out, bias0, bias1, row_weights, out_weights;
     uint64_t pos, idx, weights, source, counts;
     int64_t window_offset;
-    int32_t tokens, weighted, scratch_slot, push, phases;
+    int32_t tokens, weighted, carries_weights, scratch_slot, push, phases;
     int32_t blocks, threads, push_blocks;
 } hal_cuda_combine_args;
 

@@ -38,7 +38,7 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, L
             piece.load(reinterpret_cast<const char*>(a.x) + row * ep.combine_row_bytes);
             piece.store(slot + row * ep.combine_row_bytes);
         }
-        if (a.row_weights != 0 && t.unit() % pieces == 0 && lane_id() < words)
+        if (a.carries_weights && t.unit() % pieces == 0 && lane_id() < words)
             reinterpret_cast<float*>(slot + ep.slot_back)[row * words + lane_id()] =
                 __ldg(reinterpret_cast<const float*>(a.row_weights) + row * words + lane_id());
     }
@@ -47,14 +47,14 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, L
 __device__ void announce(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t epoch) {
     const std::uint64_t rows = a.window_offset >= 0 ? static_cast<std::uint64_t>(a.window_offset) : slot_offset(ep, a.scratch_slot);
     for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x) {
-        if (a.row_weights != 0)
+        if (a.carries_weights)
             store_relaxed(ready_at(ep, peer, ep.rank, 1), stamped(epoch, static_cast<std::uint32_t>((slot_offset(ep, a.scratch_slot) + ep.slot_back) / 16)));
         store_release(ready_at(ep, peer, ep.rank, 0), stamped(epoch, static_cast<std::uint32_t>(rows / 16)));
     }
 }
 
 __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Lane& lane, std::uint64_t epoch, unsigned* prefix) {
-    if (a.window_offset >= 0 && a.row_weights == 0) {
+    if (a.window_offset >= 0 && !a.carries_weights) {
         if (blockIdx.x == 0) announce(ep, a, epoch);
         return;
     }
@@ -133,7 +133,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, L
                         HAL_CUDA_STAGE_READY, r, stamped(epoch, 0)))
             alive = 0;
         rows[r] = static_cast<std::uint64_t>(offset) * 16;
-        if (a.out_weights == 0) continue;
+        if (!a.carries_weights) continue;
         if (!wait_stamped(ep, ready_at(ep, ep.rank, r, 1), epoch, HAL_CUDA_STAGE_READY, r, &offset)) alive = 0;
         weights[r] = static_cast<std::uint64_t>(offset) * 16;
     }
@@ -145,7 +145,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, L
         const int token = mine ? t.unit() / cut.pieces : 0, piece = mine ? t.unit() % cut.pieces : 0;
         Sum<Type> sum(cut, piece);
         if (mine) sum_terms<Type, kWeighted>(ep, a, rows, token, terms, sum);
-        if (mine && a.out_weights != 0 && piece == 0) fetch_weights(ep, a, weights, token);
+        if (mine && a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
         tell_done(ep);
         if (mine) sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
     } else {
@@ -154,7 +154,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, L
             Sum<Type> sum(cut, piece);
             sum_terms<Type, kWeighted>(ep, a, rows, token, Terms(ep, a, token, 0), sum);
             sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
-            if (a.out_weights != 0 && piece == 0) fetch_weights(ep, a, weights, token);
+            if (a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
         }
         tell_done(ep);
     }

@@ -38,6 +38,12 @@ __device__ __forceinline__ float* staged_weights_at(const hal_cuda_ep& ep, int h
     return reinterpret_cast<float*>(at_peer(ep, home, slot_offset(ep, static_cast<int>(slot)) + ep.slot_back)) + row * ep.topk;
 }
 
+// A sum of this rank's own rows does not cross the link, so it stays float32.
+__device__ __forceinline__ float* own_sums_at(const hal_cuda_ep& ep, unsigned slot, int token) {
+    return reinterpret_cast<float*>(at_home(ep, slot_offset(ep, static_cast<int>(slot)) + ep.slot_own)) +
+           static_cast<std::size_t>(token) * (ep.combine_row_bytes / (ep.combine_type == 2 ? 4 : 2));
+}
+
 // This rank's part of one token from the rows that `row` names for each lane, in top-k order, rounded to the rows' type.
 template <class Type, bool kWeighted>
 __device__ __forceinline__ void sum_rows(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int row, float weight, Sum<Type>& sum) {
@@ -72,19 +78,20 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         if (lane_id() < ep.topk) {
             row = __ldg(meta + at * ep.topk + lane_id());
             if (kWeighted) weight = __ldg(reinterpret_cast<const float*>(a.source) + entries + at * ep.topk + lane_id());
-            if (back != nullptr && row >= 0) carried = __ldg(back + row);
+            if (a.carries_weights && row >= 0) carried = __ldg(back + row);
         }
         token = __ldg(meta + 2 * entries + at);
         const RowCut cut(ep.combine_row_bytes, kSumVectors);
         for (int p = 0; p < cut.pieces; ++p) {
             Sum<Type> sum(cut, p);
             sum_rows<Type, kWeighted>(ep, a, row, weight, sum);
-            sum.store(staging_at(ep, source, slot, ep.rank, token));
+            if (source == ep.rank) sum.store_sums(own_sums_at(ep, slot, token));
+            else sum.store(staging_at(ep, source, slot, ep.rank, token));
         }
     } else {
         const int row = from.first_row(source) + place;
         token = __ldg(meta + row);
-        if (back != nullptr && lane_id() < ep.topk) carried = __ldg(back + static_cast<std::size_t>(row) * ep.topk + lane_id());
+        if (a.carries_weights && lane_id() < ep.topk) carried = __ldg(back + static_cast<std::size_t>(row) * ep.topk + lane_id());
         const RowCut cut(ep.combine_row_bytes);
         for (int p = 0; p < cut.pieces; ++p) {
             Piece piece;
@@ -93,7 +100,7 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
             piece.store(staging_at(ep, source, slot, ep.rank, token));
         }
     }
-    if (back != nullptr && lane_id() < ep.topk) staged_weights_at(ep, source, slot, ep.rank, token)[lane_id()] = carried;
+    if (a.carries_weights && lane_id() < ep.topk) staged_weights_at(ep, source, slot, ep.rank, token)[lane_id()] = carried;
     // All lanes' stores come before the flag: __syncwarp orders them, the release carries them.
     __syncwarp();
     if (lane_id() == 0) store_release(combine_flag_at(ep, source, ep.rank, token), epoch);
@@ -161,12 +168,13 @@ __device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
             int ok = 1;
             if (lane_id() == 0) ok = wait_flag(ep, combine_flag_at(ep, ep.rank, rank, token), epoch, HAL_CUDA_STAGE_COMBINE_ROWS, rank);
             if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
-            sum.add_row(staging_at(ep, ep.rank, a.scratch_slot, rank, token));
+            if (rank == ep.rank && ep.expert_layout) sum.add_sums(own_sums_at(ep, a.scratch_slot, token));
+            else sum.add_row(staging_at(ep, ep.rank, a.scratch_slot, rank, token));
         }
     }
     add_biases<Type>(ep, a, token, sum);
     sum.store(reinterpret_cast<char*>(a.out) + static_cast<std::size_t>(token) * ep.combine_row_bytes);
-    if (a.out_weights == 0 || piece != 0 || lane_id() >= ep.topk) return true;
+    if (!a.carries_weights || piece != 0 || lane_id() >= ep.topk) return true;
     const int id = idx[lane_id()];
     float value = 0.0f;
     if (id >= 0) {

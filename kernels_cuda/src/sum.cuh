@@ -100,6 +100,24 @@ struct Sum {
         load(row, v);
         add<false>(v, 1.0f);
     }
+    // The sums themselves, unrounded.
+    __device__ void store_sums(float* row) const {
+#pragma unroll
+        for (int i = 0; i < kSumVectors; ++i)
+#pragma unroll
+            for (int j = 0; j < Type::kValues; j += 4)
+                if (first + i * 32 < end)
+                    *reinterpret_cast<float4*>(row + static_cast<std::size_t>(first + i * 32) * Type::kValues + j) =
+                        make_float4(value[i][j], value[i][j + 1], value[i][j + 2], value[i][j + 3]);
+    }
+    __device__ void add_sums(const float* row) {
+#pragma unroll
+        for (int i = 0; i < kSumVectors; ++i)
+#pragma unroll
+            for (int j = 0; j < Type::kValues; ++j)
+                if (first + i * 32 < end)
+                    value[i][j] = __fadd_rn(value[i][j], __ldcg(row + static_cast<std::size_t>(first + i * 32) * Type::kValues + j));
+    }
     __device__ void store(char* row) const {
 #pragma unroll
         for (int i = 0; i < kSumVectors; ++i)

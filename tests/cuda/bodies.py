@@ -107,13 +107,13 @@ def rounds(comm: hal.Communicator, settings: dict[str, Any], counts: list[list[i
     """Rounds of the given token counts through one ExpertParallel, in every form that dispatch and combine have."""
     with comm.expert_parallel(**settings) as ep:
         expert = ep.spec.layout == "expert"
-        fp8 = ep.spec.dtype.startswith("float8")
+        other = ep.spec.dtype != ep.spec.combine_dtype
         by_rank = ep.spec.schedule == "hierarchical" and comm.config.topology.nodes > 1
         for number, sizes in enumerate(counts):
             r = Round(comm, ep, sizes, 100 * number + options.get("seed", 1) + number, options.get("skew", 0.0))
             out = r.dispatch()
             r.combine(out.handle, 7, by_rank=by_rank)
-            r.combine(out.handle, 8, into=None if fp8 else out.x, weighted=expert, biases=number % 3, by_rank=by_rank)
+            r.combine(out.handle, 8, into=None if other else out.x, weighted=expert, biases=number % 3, by_rank=by_rank)
             r.combine(out.handle, 9, carry=True, by_rank=by_rank)
             handle = out.handle
             del out
