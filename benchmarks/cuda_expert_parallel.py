@@ -143,7 +143,7 @@ class Bench:
             return ep.dispatch(**arguments(i))
 
         def combine(out: Any) -> Any:
-            return ep.combine(answers if answers is not None else out.x, out.handle, weighted=weighted)
+            return ep.combine(out.x if answers is None else answers[: len(out.x)], out.handle, weighted=weighted)
 
         count = 10 if tokens <= 1024 else 4
         row: dict[str, Any] = {
@@ -187,8 +187,26 @@ class Bench:
                 torch.cuda.synchronize()
                 times.append(self.gather((time.perf_counter() - start) * 1e5))
             times.sort()
+            if cached and self.comm.rank == 0 and tokens == 128:
+                self.profile(lambda: ep.combine((o := ep.dispatch(x, topk_weights=weights, handle=handle)).x, o.handle))
+            elif cached and tokens == 128:
+                for _ in range(200):
+                    ep.combine((o := ep.dispatch(x, topk_weights=weights, handle=handle)).x, o.handle)
+                torch.cuda.synchronize()
             self.note(case="eager pair, wall", tokens=tokens, cached=cached, min_us=times[0], median_us=statistics.median(times), p99_us=times[-1])
         ep.close()
+
+    def profile(self, body: Callable[[], Any]) -> None:
+        import cProfile
+        import pstats
+
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(200):
+            body()
+        profile.disable()
+        self.torch.cuda.synchronize()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
     def baseline(self, tokens: int) -> None:
         """All-gather of every token and reduce-scatter of every answer, by torch and its NCCL."""

@@ -8,7 +8,6 @@ that the kernel writes as soon as the counts are known, while the rows still mov
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from hal_cuda.faults import Faults
 from hal_cuda.layout import HandleLayout, Layout, handle_layout, layout
 from hal_cuda.memory import Allocator
 from hal_cuda.slots import Lease, Slots
+from hal_cuda.views import torch_of, view
 
 if TYPE_CHECKING:
     from hal_cuda.session import CudaSession
@@ -78,7 +78,7 @@ class CudaEngine:
         self.device = f"cuda:{session.device}"
         self._timeout = float(spec.timeout or session.config.timeout)
         self._window = session.memory(self._place.total)
-        self._slots = Slots(spec.num_buffers)
+        self._slots = Slots(self._library, spec.num_buffers)
         self._faults = Faults(self._library, session.device)
         self._allocator = Allocator(self._library, session.device)
         self.tuning = sizing.tuning(spec, world, self._push, session.properties.sms)
@@ -174,15 +174,22 @@ class CudaEngine:
     def _received(self, pending: PendingDispatch, stream: int | None) -> Received:
         state, spec = pending.state, self._spec
         if pending.sequence:
-            state.rows = self._await_rows(pending.sequence)
+            try:
+                state.rows = self._await_rows(pending.sequence)
+            except HalError:
+                pending.lease.ended = True  # no array comes of it, though the traceback refers to it
+                raise
         self._finish(stream)
         rows, place, local = state.rows, self._place, spec.num_experts // self._session.world_size
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
         base = self._window.ptr + place.slots + pending.lease.slot * place.slot_bytes
 
+        torch, lease, device, library = torch_of(pending.like), pending.lease, self._session.device, self._library
+
         def part(offset: int, shape: tuple[int, ...], dtype: str) -> Buffer:
-            buffer = Buffer(base + offset, shape, dtype, self.device, pending.lease)
-            return buffer if pending.view else self._copy_out(buffer, pending.like, stream)
+            if pending.view:
+                return view(library, base + offset, shape, dtype, device, lease, torch)
+            return self._copy_out(Buffer(base + offset, shape, dtype, self.device, lease), pending.like, stream)
 
         return Received(
             part(0, (rows, spec.hidden), spec.dtype),
@@ -198,7 +205,7 @@ class CudaEngine:
         """The row count of an exact dispatch, while its rows still move."""
         rows = c_uint32()
         # The kernel's own limit is the timeout, and it may have to wait for the GPU's earlier work first.
-        raw = self._library.raw_await_rows  # type: ignore[attr-defined]
+        raw = self._library.raw_await_rows
         while (status := raw(self._host_word, sequence, self._faults.host, 1.0, byref(rows))) == 1:
             self._check()
         self._check()
@@ -415,22 +422,11 @@ class CudaEngine:
         if self._session._failed:
             return  # kernels may still run into their limit; the memory goes with the process
         self._library.stream_sync(self._session.device, self._last_stream or 0)
-        leases = [held() for held in self._slots._held if held is not None]
-        for lease in leases:
-            if lease is not None:
-                self._window.views.add(_keep(self._window, lease))
+        if len(self._slots.free()) < self._spec.num_buffers:
+            self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
         self._library.free(self._session.device, self._state_memory, 0)
         self._faults.close()
-
-
-def _keep(window: Any, lease: Lease) -> Any:
-    """Stands for the arrays of a lease in the window's list of views."""
-    from hal_cuda.session import View
-
-    view = View(window)
-    weakref.finalize(lease, lambda kept: None, view)
-    return view
 
 
 def _check_spec(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:

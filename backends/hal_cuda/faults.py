@@ -20,8 +20,8 @@ class Faults:
         size = ctypes.sizeof(native.Error)
         library.host_alloc(device, size, byref(host), byref(address))
         ctypes.memset(host, 0, size)
-        self.host, self.address = host.value, address.value
-        self.record: Any = native.Error.from_address(host.value)
+        self.host, self.address = host.value or 0, int(address.value)
+        self.record: Any = native.Error.from_address(self.host)
 
     def check(self, timeout: float, *, top_k: int = 0) -> None:
         """Raise what was reported since the last look. After a PeerTimeout the record stays: nothing goes on."""
@@ -40,14 +40,14 @@ class Faults:
                 seconds=timeout,
                 reason="it failed and said so" if record.detail == 1 else "no answer",
             )
-        error = _refusal(record)
+        copy = native.Error.from_buffer_copy(record)
         ctypes.memset(self.host, 0, ctypes.sizeof(native.Error))
-        raise error
+        raise _refusal(copy)
 
     def close(self) -> None:
         if self.host:
-            self._library.raw_host_free(self.host)  # type: ignore[attr-defined]
-            self.host = None
+            self._library.raw_host_free(self.host)
+            self.host = 0
 
 
 def _refusal(record: Any) -> ContractError:

@@ -22,7 +22,7 @@ class Pooled:
 
     def __del__(self) -> None:
         if getattr(self, "ptr", 0):
-            self._library.raw_free(self._device, self.ptr, self._stream)  # type: ignore[attr-defined]
+            self._library.raw_free(self._device, self.ptr, self._stream)
 
 
 class Allocator:

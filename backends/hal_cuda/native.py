@@ -119,6 +119,10 @@ class Library:
         self._cdll.hal_cuda_last_error.restype = c_char_p
         if self._cdll.hal_cuda_abi() != ABI:
             raise BackendUnavailable("cuda", f"{path} has ABI {self._cdll.hal_cuda_abi()}, not {ABI}", "install moe-hal again")
+        leases, dlpack = self._cdll.hal_cuda_leases, self._cdll.hal_cuda_dlpack
+        leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
+        dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p
+        self.leases, self.dlpack = leases, dlpack
         self.state_bytes = int(self._cdll.hal_cuda_state_bytes())
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._cdll, f"hal_cuda_{name}")
@@ -162,7 +166,7 @@ def load() -> Library:
                 raise BackendUnavailable("cuda", "NCCL is not installed", "pip install 'moe-hal[cuda13]'")
             library = Library(str(build.library(found[0])))
             version = c_int()
-            if library.raw_load_nccl(str(found[0].library).encode(), byref(version)) != 0:  # type: ignore[attr-defined]
+            if library.raw_load_nccl(str(found[0].library).encode(), byref(version)) != 0:
                 raise BackendUnavailable("cuda", library.reason(), "install NCCL 2.30.7 or newer")
             _loaded = library
         return _loaded

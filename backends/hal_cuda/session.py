@@ -32,10 +32,22 @@ class SymmetricMemory:
         self.record: Any = native.Window()
         library.window_create(comm, max(nbytes, 16), byref(self.record))
         self.ptr, self.nbytes = int(self.record.ptr), nbytes
-        self.views: weakref.WeakSet[View] = weakref.WeakSet()
+        self._views: weakref.WeakSet[View] = weakref.WeakSet()
+        self.kept = False
+        """An engine's arrays still view it: it goes with the process."""
 
     def at(self, peer: int, offset: int) -> int:
         return int(self.record.peers + peer * self.record.peer_stride + offset)
+
+    @property
+    def in_use(self) -> bool:
+        return self.kept or bool(self._views)
+
+    def owner(self) -> View:
+        """Owner of an array over this window."""
+        view = View(self)
+        self._views.add(view)
+        return view
 
     def destroy(self) -> None:
         self._library.window_destroy(self._comm, byref(self.record))
@@ -48,7 +60,6 @@ class View:
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self.memory = memory
-        memory.views.add(self)
 
 
 class CudaSession:
@@ -93,14 +104,14 @@ class CudaSession:
 
     def view(self, window: int) -> Buffer:
         memory = self._windows[window]
-        return Buffer(memory.ptr, (memory.nbytes,), "uint8", f"cuda:{self.device}", View(memory))
+        return Buffer(memory.ptr, (memory.nbytes,), "uint8", f"cuda:{self.device}", memory.owner())
 
     def free(self, window: int) -> None:
         self.retire(self._windows.pop(window))
 
     def retire(self, memory: SymmetricMemory) -> None:
         """Free now, or at the end if arrays still view it."""
-        if memory.views:
+        if memory.in_use:
             self._retired.append(memory)
         else:
             memory.destroy()
@@ -205,7 +216,7 @@ class CudaSession:
         with suppress(HalError):
             if not self._failed:
                 for memory in [*self._windows.values(), *self._retired, self.control]:
-                    if not memory.views:
+                    if not memory.in_use:
                         memory.destroy()
             self.library.comm_destroy(self._comm, int(self._failed))
             self.library.stream_destroy(self.device, self.stream)

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+from typing import Any
 
 from hal.errors import CapacityError
+from hal_cuda.native import Library
 
 
 class Lease:
-    """Keeps one slot from being written; the arrays that view the slot refer to it, and so it ends with the last."""
+    """Keeps one slot from being written. Arrays that view the slot refer to it, or are counted by ``count``; the slot is
+    free when both are gone, or when the lease was ended because no array came of it."""
 
-    __slots__ = ("__weakref__", "slot", "window")
+    __slots__ = ("__weakref__", "count", "ended", "slot", "window")
 
-    def __init__(self, slot: int, window: object) -> None:
-        self.slot = slot
-        self.window = window
-        """Keeps the memory itself."""
+    def __init__(self, slot: int, window: object, count: int) -> None:
+        self.slot, self.window, self.ended = slot, window, False
+        self.count = count
+        """Address of the slot's counter of DLPack arrays."""
 
 
 class Slots:
@@ -26,31 +30,42 @@ class Slots:
     graph uses is written whenever the graph is replayed, so no view outside graphs is given on it.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, library: Library, count: int) -> None:
         self._held: list[weakref.ref[Lease] | None] = [None] * count
+        self._counts: Any = library.leases(count)
+        self._address = ctypes.addressof(self._counts.contents)
         self._in_graph = [False] * count
 
     def free(self) -> list[int]:
-        return [slot for slot, held in enumerate(self._held) if held is None or held() is None]
+        return [slot for slot in range(len(self._held)) if not self.is_held(slot)]
+
+    def is_held(self, slot: int) -> bool:
+        if self._counts[slot]:
+            return True
+        held = self._held[slot]
+        lease = held() if held is not None else None
+        return lease is not None and not lease.ended
 
     def for_dispatch(self, window: object, capturing: bool) -> tuple[Lease, bool]:
         """A lease for one dispatch, and whether its arrays may view the slot (else they are copied out)."""
-        free = self.free()
-        if not free:
-            raise CapacityError("receive slots", len(self._held) + 1, len(self._held), "raise num_buffers, or receive first")
+        free = self._some()
         good = [slot for slot in free if capturing or not self._in_graph[slot]]
         view = len(free) > 1 and bool(good)
-        lease = Lease(good[0] if view else free[-1], window)
-        self._held[lease.slot] = weakref.ref(lease)
-        self._in_graph[lease.slot] |= capturing
-        return lease, view
+        return self._lease(good[0] if view else free[-1], window, capturing), view
 
     def scratch(self, window: object, capturing: bool) -> Lease:
         """A slot for one combine's own use."""
+        return self._lease(self._some()[-1], window, capturing)
+
+    def _some(self) -> list[int]:
         free = self.free()
         if not free:
-            raise CapacityError("receive slots", len(self._held) + 1, len(self._held), "raise num_buffers, or receive first")
-        lease = Lease(free[-1], window)
-        self._held[lease.slot] = weakref.ref(lease)
-        self._in_graph[lease.slot] |= capturing
+            count = len(self._held)
+            raise CapacityError("receive slots", count + 1, count, "raise num_buffers, or receive what was sent first")
+        return free
+
+    def _lease(self, slot: int, window: object, capturing: bool) -> Lease:
+        lease = Lease(slot, window, self._address + 8 * slot)
+        self._held[slot] = weakref.ref(lease)
+        self._in_graph[slot] |= capturing
         return lease

@@ -127,6 +127,11 @@ int hal_cuda_await_rows(const uint64_t* word, uint32_t sequence, const hal_cuda_
 int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int count, uint64_t timeout_ns, uint64_t result,
                  uint64_t stream);
 
+/* Counters of arrays that view slots; they outlive everything, since an array may. */
+int64_t* hal_cuda_leases(int count);
+/* A DLManagedTensor (DLPack) of leased memory: *lease goes up now, and down when its consumer lets go. NULL: no memory. */
+void* hal_cuda_dlpack(uint64_t ptr, int device, int code, int bits, int dims, int64_t rows, int64_t columns, int64_t* lease);
+
 int hal_cuda_device_count(int* count);
 int hal_cuda_malloc(int device, uint64_t bytes, uint64_t stream, uint64_t* ptr);
 int hal_cuda_free(int device, uint64_t ptr, uint64_t stream);

@@ -20,7 +20,7 @@ struct Used {
 };
 
 // Rows and weights that lie elsewhere go into this rank's scratch slot; the last block to finish announces them.
-__device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Lane& lane, unsigned* prefix) {
+__device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, unsigned* prefix) {
     const Used used{ep, reinterpret_cast<const std::int32_t*>(a.counts)};
     if (warp_id() == 0) warp_prefix(prefix, used.segments(), [&](int s) { return used.length(s); });
     __syncthreads();
@@ -29,7 +29,7 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, L
     char* slot = at_home(ep, slot_offset(ep, a.scratch_slot));
     const int warps = gridDim.x * warps_in_block();
     const int pieces = a.window_offset < 0 ? cut.pieces : 1;
-    for (Tickets t(&lane.tickets[0], warp_id() * gridDim.x + blockIdx.x, warps, rows * pieces); t.more(); t.advance()) {
+    for (Tickets t(&counters.tickets[0], warp_id() * gridDim.x + blockIdx.x, warps, rows * pieces); t.more(); t.advance()) {
         const int i = t.unit() / pieces, s = segment_of(prefix, used.segments(), i);
         const std::size_t row = static_cast<std::size_t>(s) * ep.max_tokens + i - prefix[s];
         if (a.window_offset < 0) {
@@ -44,30 +44,32 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, L
     }
 }
 
+// The rows were written by earlier launches or by other blocks: a fence at system scope comes before, in the same threads.
 __device__ void announce(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t epoch) {
     const std::uint64_t rows = a.window_offset >= 0 ? static_cast<std::uint64_t>(a.window_offset) : slot_offset(ep, a.scratch_slot);
-    for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x) {
+    for (int peer = lane_id(); peer < ep.world; peer += 32) {
         if (a.carries_weights)
             store_relaxed(ready_at(ep, peer, ep.rank, 1), stamped(epoch, static_cast<std::uint32_t>((slot_offset(ep, a.scratch_slot) + ep.slot_back) / 16)));
-        store_release(ready_at(ep, peer, ep.rank, 0), stamped(epoch, static_cast<std::uint32_t>(rows / 16)));
+        store_relaxed(ready_at(ep, peer, ep.rank, 0), stamped(epoch, static_cast<std::uint32_t>(rows / 16)));
     }
 }
 
-__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Lane& lane, std::uint64_t epoch, unsigned* prefix) {
+__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch, unsigned* prefix) {
     if (a.window_offset >= 0 && !a.carries_weights) {
-        if (blockIdx.x == 0) announce(ep, a, epoch);
+        if (blockIdx.x == 0 && warp_id() == 0) announce(ep, a, epoch);
         return;
     }
     __shared__ int last;
-    copy_in(ep, a, lane, prefix);
+    copy_in(ep, a, counters, prefix);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        last = atomicAdd(&lane.arrived, 1u) == gridDim.x - 1;
-        __threadfence();
+        last = atomicAdd(&counters.arrived, 1u) == gridDim.x - 1;
     }
     __syncthreads();
-    if (last) announce(ep, a, epoch);
+    if (!last || warp_id() != 0) return;
+    __threadfence_system();
+    announce(ep, a, epoch);
 }
 
 template <class Type, bool kWeighted>
@@ -119,11 +121,11 @@ __device__ void tell_done(const hal_cuda_ep& ep) {
 }
 
 template <class Type, bool kWeighted>
-__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Lane& lane, std::uint64_t epoch) {
+__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch) {
     __shared__ std::uint64_t rows[kMaxRanks], weights[kMaxRanks];
     const RowCut cut(ep.combine_row_bytes, kSumVectors);
     const int warps = gridDim.x * warps_in_block(), units = a.tokens * cut.pieces;
-    Tickets t(&lane.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, units);
+    Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, units);
     Terms terms(ep, a, t.more() ? t.unit() / cut.pieces : 0, t.more() ? 0 : 1 << 20);  // looked up while the peers' words fly
     int alive = 1;
     for (int r = threadIdx.x; r < ep.world; r += blockDim.x) {
@@ -168,12 +170,14 @@ template <class Type, bool kWeighted>
 __global__ void __launch_bounds__(512, 1)
     combine_pull_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
     extern __shared__ unsigned prefix[];
-    Lane& lane = state_of(ep)->combine;
+    if (blockIdx.x == 0 && threadIdx.x < 32) __threadfence_system();  // for announce; runs while the counters are read
+    const Launch launch(state_of(ep)->combine);
+    Counters& counters = launch.counters();
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
-    const std::uint64_t epoch = lane.epoch + (sends ? 1 : 0);
-    if (sends) send(ep, a, lane, epoch, prefix);
-    if ((a.phases & HAL_CUDA_RECV) != 0) receive<Type, kWeighted>(ep, a, lane, epoch);
-    leave(lane, sends);
+    const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
+    if (sends) send(ep, a, counters, epoch, prefix);
+    if ((a.phases & HAL_CUDA_RECV) != 0) receive<Type, kWeighted>(ep, a, counters, epoch);
+    launch.end(sends);
 }
 
 template <class Type>

@@ -107,7 +107,7 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
 }
 
 template <class Type, bool kWeighted>
-__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Lane& lane, std::uint64_t epoch, bool split) {
+__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch, bool split) {
     __shared__ unsigned slot[kMaxRanks];
     if (blockIdx.x == 0)
         for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x)
@@ -125,7 +125,7 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Lane
         slot[s] = value;
     }
     if (__syncthreads_and(alive) == 0) return;
-    Tickets t(&lane.tickets[0], warp_id() * pushers + blockIdx.x, pushers * warps_in_block(), from.total());
+    Tickets t(&counters.tickets[0], warp_id() * pushers + blockIdx.x, pushers * warps_in_block(), from.total());
     for (; t.more(); t.advance()) {
         int place = t.unit(), hop = 1;
         for (; place >= from.of((ep.rank + hop) % ep.world); ++hop) place -= from.of((ep.rank + hop) % ep.world);
@@ -194,18 +194,19 @@ __device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
 template <class Type, bool kWeighted>
 __global__ void __launch_bounds__(512, 1)
     combine_push_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
-    Lane& lane = state_of(ep)->combine;
+    const Launch launch(state_of(ep)->combine);
+    Counters& counters = launch.counters();
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0, sums = (a.phases & HAL_CUDA_RECV) != 0;
-    const std::uint64_t epoch = lane.epoch + (sends ? 1 : 0);
+    const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
     const bool split = !(sends && sums);
-    if (sends) send<Type, kWeighted>(ep, a, lane, epoch, split);
+    if (sends) send<Type, kWeighted>(ep, a, counters, epoch, split);
     if (sums) {
         const RowCut cut(ep.combine_row_bytes, kSumVectors);
         const int warps = gridDim.x * warps_in_block();
-        for (Tickets t(&lane.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, a.tokens * cut.pieces); t.more(); t.advance())
+        for (Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, a.tokens * cut.pieces); t.more(); t.advance())
             if (!sum_token<Type, kWeighted>(ep, a, cut, t.unit() / cut.pieces, t.unit() % cut.pieces, static_cast<std::uint32_t>(epoch), split)) break;
     }
-    leave(lane, sends);
+    launch.end(sends);
 }
 
 template <class Type>

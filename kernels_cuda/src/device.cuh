@@ -10,11 +10,16 @@
 namespace hal::cuda {
 
 // A rank's counters in its own device memory. Only kernels of this rank touch them, and launches of one ExpertParallel
-// follow each other in stream order, so the last block of a launch may reset what the next one starts from.
+// follow each other in stream order. What one launch counts in, the next one clears: they alternate between two sets.
+struct Counters {
+    unsigned tickets[3];  // work taken beyond what the warps start with
+    unsigned arrived;     // blocks at the grid barrier
+};
 struct Lane {
-    unsigned long long epoch;  // rounds finished
-    unsigned tickets[4];       // work taken in this launch beyond what the blocks start with
-    unsigned arrived, left;    // blocks at the grid barrier, blocks that have ended
+    unsigned long long launches, epoch;  // launches so far, rounds begun so far
+    unsigned entered;                    // blocks of this launch that know the two above
+    unsigned unused[3];
+    Counters counters[2];
 };
 struct State {
     Lane dispatch, combine;
@@ -137,32 +142,50 @@ __device__ __forceinline__ std::uint64_t share_of_round() {
     return blockIdx.x == 0 ? kRound - part * (gridDim.x - 1) : part;
 }
 
+// What a block knows of its launch. Thread 0 reads it and counts itself in; the block that was counted last prepares the
+// next launch, at its end, when the count has long come back.
+struct Launch {
+    Lane& lane;
+    std::uint64_t launches, finished;  // rounds finished before this launch
+    unsigned order;                    // thread 0: blocks counted in before this one
+
+    __device__ explicit Launch(Lane& l) : lane(l), order(0) {
+        __shared__ unsigned long long known[2];
+        if (threadIdx.x == 0) {
+            unsigned long long n, e;
+            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(n), "=l"(e) : "l"(&lane.launches) : "memory");
+            // The added value depends on what was read, so the count cannot come before the reading.
+            order = atomicAdd(&lane.entered, 1u + static_cast<unsigned>(n >> 63));
+            known[0] = n, known[1] = e;
+        }
+        __syncthreads();
+        launches = known[0], finished = known[1];
+    }
+    __device__ Counters& counters() const { return lane.counters[launches & 1]; }
+    __device__ void end(bool began_round) const {
+        if (threadIdx.x != 0 || order != gridDim.x - 1) return;
+        lane.counters[(launches + 1) & 1] = Counters{};
+        lane.entered = 0;
+        lane.launches = launches + 1, lane.epoch = finished + (began_round ? 1 : 0);
+    }
+};
+
 // Every block of the launch has come this far, and what it wrote before is visible. All blocks must be resident: there
 // are never more than the device has multiprocessors.
-__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Lane& lane) {
-    __shared__ int failed;
+__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters) {
+    int ok = 1;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        atomicAdd(&lane.arrived, 1u);
-        const bool ok = wait_until(
-            ep, [&] { unsigned v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&lane.arrived) : "memory"); return v; },
-            [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x);
-        failed = !ok;
+        atomicAdd(&counters.arrived, 1u);
+        auto load = [&] {
+            unsigned v;
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&counters.arrived) : "memory");
+            return v;
+        };
+        ok = wait_until(ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x);
     }
-    __syncthreads();
-    return !failed;
-}
-
-// The last block to leave prepares the counters for the next launch.
-__device__ inline void leave(Lane& lane, bool finishes_round) {
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    __threadfence();
-    if (atomicAdd(&lane.left, 1u) != gridDim.x - 1) return;
-    for (unsigned& t : lane.tickets) t = 0;
-    lane.arrived = 0, lane.left = 0;
-    if (finishes_round) lane.epoch += 1;
+    return __syncthreads_and(ok) != 0;
 }
 
 // Work in units, handed to warps by a global counter: blocks get unequal link bandwidth by where they sit, and a fixed

@@ -97,23 +97,39 @@ struct Directory {
     }
 };
 
-// The ranks of one token from its ids; with kCheck also counts experts and looks for ids that break the contract.
+// id / local_experts without a division: exact while experts * local_experts < 2^32.
+struct Owner {
+    unsigned inverse;
+    __device__ explicit Owner(const hal_cuda_ep& ep) : inverse(0xffffffffu / ep.local_experts + 1u) {}
+    __device__ int of(int id, const hal_cuda_ep& ep) const {
+        return ep.local_experts == 1 ? id : static_cast<int>(__umulhi(static_cast<unsigned>(id), inverse));
+    }
+};
+
+// The ranks of one token from its ids, eight of which are loaded at a time; with kCheck also counts experts and looks for
+// ids that break the contract.
 template <bool kCheck>
-__device__ std::uint64_t ranks_of(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int token, unsigned* histogram,
-                                  hal_cuda_error* bad) {
+__device__ std::uint64_t ranks_of(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Owner owner, int token,
+                                  unsigned* histogram, hal_cuda_error* bad) {
     std::uint64_t mask = 0;
-    for (int j = 0; j < ep.topk; ++j) {
-        const int id = expert_id(a, token * ep.topk + j);
-        if (id < 0 || id >= ep.experts) {
-            if (kCheck && id != -1) bad->detail = HAL_CUDA_BAD_ID, bad->token = token, bad->expert = id;
-            continue;
-        }
-        mask |= 1ull << (id / ep.local_experts);
-        if (kCheck) {
-            atomicAdd(&histogram[id], 1u);
+    auto refuse = [&](int detail, int id) { bad->detail = detail, bad->token = token, bad->expert = id; };
+    for (int start = 0; start < ep.topk; start += 8) {
+        int id[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) id[j] = start + j < ep.topk ? expert_id(a, token * ep.topk + start + j) : -1;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const bool good = static_cast<unsigned>(id[j]) < static_cast<unsigned>(ep.experts);
+            if (kCheck && !good && id[j] != -1) refuse(HAL_CUDA_BAD_ID, id[j]);
+            if (!good) continue;
+            mask |= 1ull << owner.of(id[j], ep);
+            if (!kCheck) continue;
+            atomicAdd(&histogram[id[j]], 1u);
+#pragma unroll
             for (int other = 0; other < j; ++other)
-                if (expert_id(a, token * ep.topk + other) == id)
-                    bad->detail = HAL_CUDA_BAD_DUPLICATE, bad->token = token, bad->expert = id;
+                if (id[other] == id[j]) refuse(HAL_CUDA_BAD_DUPLICATE, id[j]);
+            for (int other = 0; other < start; ++other)
+                if (expert_id(a, token * ep.topk + other) == id[j]) refuse(HAL_CUDA_BAD_DUPLICATE, id[j]);
         }
     }
     return mask;
