@@ -118,7 +118,8 @@ class Engine(Protocol):
 
     An engine that can do both halves in one go (one kernel on a device) may have ``dispatch`` and ``combine`` besides,
     which take what the halves take (``combine``: x, state, topk_weights, weighted, bias, stream) and give what the second
-    half gives; blocking calls then use them.
+    half gives; blocking calls then use them. One that combines faster from memory of its own choice may have
+    ``expert_output`` (state, an array to allocate like, stream), which gives it as a buffer [N, hidden].
     """
 
     buffer_bytes: int

@@ -11,8 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from hal import _validate
-from hal.arrays import Buffer, as_buffer, current_stream, kind_of, to_kind
+from hal.arrays import NUMPY_DTYPES, Buffer, as_buffer, current_stream, kind_of, to_kind
 from hal.errors import ContractError
 
 if TYPE_CHECKING:
@@ -180,6 +182,20 @@ class ExpertParallel:
         call = self._check_combine(x, handle, weighted, topk_weights, bias)
         self._await_tail()
         return self._combine_whole(call)
+
+    def expert_output(self, handle: Handle, like: Any) -> Any:
+        """[N, hidden] of ``combine_dtype`` for the experts to write their rows into, of the kind of ``like``, an array on
+        this device. Given to :meth:`combine` whole it may save a copy, and must then not be written again before the next
+        dispatch. Not cleared."""
+        self._check_open()
+        self._check_handle(handle)
+        kind = kind_of(like)
+        like = self._buffer("like", like)
+        make = getattr(self._engine, "expert_output", None)
+        if make is not None:
+            return to_kind(make(handle._state, like.owner, current_stream(like, kind)), kind)
+        dtype = NUMPY_DTYPES[self.spec.combine_dtype or self.spec.dtype]
+        return to_kind(as_buffer(np.empty((handle._rows, self.spec.hidden), dtype)), kind)
 
     # --- halves: send now, compute something else, receive later -------------------------------------------------
 
@@ -400,7 +416,8 @@ class ExpertParallel:
 
     def _receive_combine(self, pending: Pending, bias: Sequence[Buffer]) -> Any:
         sent, pending._sent, kind = pending._sent, None, pending._kind
-        return self._combined(*self._engine.combine_recv(sent, bias, pending._stream), kind)
+        y, topk_weights = self._engine.combine_recv(sent, bias, pending._stream)
+        return self._combined(y, topk_weights, kind)
 
     def _combine_whole(self, call: _Call) -> Any:
         whole = getattr(self._engine, "combine", None)
@@ -408,7 +425,8 @@ class ExpertParallel:
             return self._receive_combine(self._send_combine(call), call.bias)
         assert call.handle is not None
         state = call.handle._state
-        return self._combined(*whole(call.x, state, call.topk_weights, call.weighted, call.bias, call.stream), call.kind)
+        y, topk_weights = whole(call.x, state, call.topk_weights, call.weighted, call.bias, call.stream)
+        return self._combined(y, topk_weights, call.kind)
 
     @staticmethod
     def _combined(y: Buffer, topk_weights: Buffer | None, kind: str) -> Any:

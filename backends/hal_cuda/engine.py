@@ -85,6 +85,7 @@ class CudaEngine:
         self._state_memory = int(self._library.value("malloc", c_uint64, session.device, self._library.state_bytes, 0))
         self._library.memset(session.device, self._state_memory, 0, self._library.state_bytes, 0)
         self._library.stream_sync(session.device, 0)
+        self._scratch = self._allocate_scratch()
         host, address = c_void_p(), c_uint64()
         self._library.host_alloc(session.device, 8, byref(host), byref(address))
         ctypes.memset(host, 0, 8)
@@ -223,6 +224,16 @@ class CudaEngine:
 
     # --- combine -------------------------------------------------------------------------------------------------
 
+    def expert_output(self, state: State, like: Any, stream: int | None) -> Buffer:
+        """[N, hidden] of the combined type, in the window if a slot can be spared: combine then copies nothing."""
+        on = self._on(stream)
+        shape, dtype = (state.rows, self._spec.hidden), self._spec.combine_dtype or self._spec.dtype
+        lease = self._slots.for_output(self._window, self._capturing(on)) if not self._push else None
+        if lease is None:
+            return self._allocator.empty(like, shape, dtype, on)
+        ptr = self._window.ptr + self._place.slots + lease.slot * self._place.slot_bytes
+        return view(self._library, ptr, shape, dtype, self._session.device, lease, torch_of(like))
+
     def combine(
         self,
         x: Buffer,
@@ -291,7 +302,10 @@ class CudaEngine:
         args.pos, args.idx, args.counts = shared + handle.pos, shared + handle.idx, shared + handle.counts
         args.weights = own + handle.weights
         args.source = (own if self._spec.layout == "expert" else shared) + handle.source
-        args.window_offset = self._offset(pending.x) if fused else -1
+        offset = self._offset(pending.x) if fused else -1
+        args.window_offset = offset
+        slot = (offset - self._place.slots) // self._place.slot_bytes
+        args.late_done = int(offset >= 0 and self._slots.is_output(slot))
         args.tokens, args.weighted, args.phases = state.tokens, int(pending.weighted), phases
         args.scratch_slot = pending.scratch.slot if pending.scratch is not None else 0
         args.push, args.push_blocks = int(self._push), self.tuning.push_blocks
@@ -339,6 +353,12 @@ class CudaEngine:
         args.expert_counts, args.expert_offsets = shared + place.expert_counts, shared + place.expert_offsets
         args.weights, args.source = own + place.weights, own + place.source
 
+    def _allocate_scratch(self) -> int:
+        """Where a launch's blocks tell one another what they found in the ids."""
+        spec, session = self._spec, self._session
+        words = session.world_size * -(-spec.max_tokens // 32) + session.properties.sms * spec.num_experts
+        return int(self._library.value("malloc", c_uint64, session.device, 4 * words, 0))
+
     def _description(self) -> Any:
         session, spec, place = self._session, self._spec, self._place
         return native.Ep(
@@ -346,6 +366,7 @@ class CudaEngine:
             peers=self._window.record.peers,
             peer_stride=self._window.record.peer_stride,
             state=self._state_memory,
+            scratch=self._scratch,
             error=self._faults.address,
             abort=session.abort_word(session.rank),
             timeout_ns=int(self._timeout * 1e9),
@@ -425,7 +446,8 @@ class CudaEngine:
         if len(self._slots.free()) < self._spec.num_buffers:
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
-        self._library.free(self._session.device, self._state_memory, 0)
+        for memory in (self._state_memory, self._scratch):
+            self._library.free(self._session.device, memory, 0)
         self._faults.close()
 
 

@@ -80,7 +80,7 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
     arrive = header + aligned(world * (1 + world + spec.num_experts) * 8)
     dispatch_flags = arrive + aligned(world * _LINE)
     ready = dispatch_flags + aligned(sources * 4)
-    done = ready + aligned(world * 2 * _LINE)
+    done = ready + aligned(2 * world * 2 * _LINE)
     combine_flags = done + aligned(world * _LINE)
     slots = aligned(combine_flags + sources * 4, 4096)
     return Layout(

@@ -48,7 +48,7 @@ Error: Any = _structure(
 Ep: Any = _structure(
     "Ep",
     (c_int32, "device unused"),
-    (c_uint64, "peers peer_stride state error abort timeout_ns"),
+    (c_uint64, "peers peer_stride state scratch error abort timeout_ns"),
     (c_uint64, "off_header off_arrive off_dispatch_flags off_ready off_done off_combine_flags"),
     (c_uint64, "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own"),
     (c_int32, "world rank experts local_experts topk max_tokens scale_dim"),
@@ -66,7 +66,7 @@ CombineArgs: Any = _structure(
     "CombineArgs",
     (c_uint64, "x out bias0 bias1 row_weights out_weights pos idx weights source counts"),
     (c_int64, "window_offset"),
-    (c_int32, "tokens weighted carries_weights scratch_slot push phases blocks threads push_blocks"),
+    (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks"),
 )
 Window: Any = _structure("Window", (c_uint64, "ptr bytes peers peer_stride handle"))
 Op: Any = _structure(

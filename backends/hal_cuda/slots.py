@@ -35,6 +35,7 @@ class Slots:
         self._counts: Any = library.leases(count)
         self._address = ctypes.addressof(self._counts.contents)
         self._in_graph = [False] * count
+        self._is_output = [False] * count
 
     def free(self) -> list[int]:
         return [slot for slot in range(len(self._held)) if not self.is_held(slot)]
@@ -53,6 +54,18 @@ class Slots:
         view = len(free) > 1 and bool(good)
         return self._lease(good[0] if view else free[-1], window, capturing), view
 
+    def for_output(self, window: object, capturing: bool) -> Lease | None:
+        """A lease for an expert's output, or None when no slot can be spared."""
+        if len(self.free()) < 2:
+            return None
+        lease, view = self.for_dispatch(window, capturing)
+        self._is_output[lease.slot] = True
+        return lease if view else None
+
+    def is_output(self, slot: int) -> bool:
+        """Whether the slot was last leased for an expert's output."""
+        return self._is_output[slot]
+
     def scratch(self, window: object, capturing: bool) -> Lease:
         """A slot for one combine's own use."""
         return self._lease(self._some()[-1], window, capturing)
@@ -67,5 +80,6 @@ class Slots:
     def _lease(self, slot: int, window: object, capturing: bool) -> Lease:
         lease = Lease(slot, window, self._address + 8 * slot)
         self._held[slot] = weakref.ref(lease)
+        self._is_output[slot] = False
         self._in_graph[slot] |= capturing
         return lease

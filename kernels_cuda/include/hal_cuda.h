@@ -44,6 +44,7 @@ typedef struct hal_cuda_ep {
     uint64_t peers;       /* rank 0's window as this device addresses it; rank r's is r * peer_stride further on */
     uint64_t peer_stride;
     uint64_t state;       /* this rank's counters (struct State), device memory, zeroed at the start */
+    uint64_t scratch;     /* this rank's own: bits of the directory, then counts by block and expert */
     uint64_t error;       /* hal_cuda_error in pinned memory, device address */
     uint64_t abort;       /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up */
     uint64_t timeout_ns;
@@ -80,6 +81,7 @@ typedef struct hal_cuda_combine_args {
     uint64_t pos, idx, weights, source, counts;
     int64_t window_offset;
     int32_t tokens, weighted, carries_weights, scratch_slot, push, phases;
+    int32_t late_done; /* pull: x may not be written before the next dispatch, so nobody waits for its readers here */
     int32_t blocks, threads, push_blocks;
 } hal_cuda_combine_args;
 

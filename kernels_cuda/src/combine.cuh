@@ -7,12 +7,10 @@
 namespace hal::cuda {
 
 // Two words from each rank, 64 bytes apart: where its rows (pull, in 16-byte units) or its staging slot (push) lies, and
-// where its weights lie.
-__device__ __forceinline__ std::uint64_t* ready_at(const hal_cuda_ep& ep, int peer, int source, int word) {
-    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_ready) + (static_cast<std::size_t>(source) * 2 + word) * 64);
-}
-__device__ __forceinline__ std::uint64_t* done_at(const hal_cuda_ep& ep, int peer, int source) {
-    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_done) + static_cast<std::size_t>(source) * 64);
+// where its weights lie. Two sets in turn: a rank may announce the next round while a slow peer has yet to read this one.
+__device__ __forceinline__ std::uint64_t* ready_at(const hal_cuda_ep& ep, int peer, int source, std::uint64_t epoch, int word) {
+    const std::size_t line = (static_cast<std::size_t>(epoch & 1) * ep.world + source) * 2 + word;
+    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_ready) + line * 64);
 }
 __device__ __forceinline__ std::uint32_t* combine_flag_at(const hal_cuda_ep& ep, int peer, int source, int token) {
     return reinterpret_cast<std::uint32_t*>(at_peer(ep, peer, ep.off_combine_flags)) +

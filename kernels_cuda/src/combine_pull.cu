@@ -22,6 +22,9 @@ struct Used {
 // Rows and weights that lie elsewhere go into this rank's scratch slot; the last block to finish announces them.
 __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, unsigned* prefix) {
     const Used used{ep, reinterpret_cast<const std::int32_t*>(a.counts)};
+    // The scratch slot may be one that peers read in the round before.
+    for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x)
+        if (peer != ep.rank) await_readers(ep, peer);
     if (warp_id() == 0) warp_prefix(prefix, used.segments(), [&](int s) { return used.length(s); });
     __syncthreads();
     const RowCut cut(ep.combine_row_bytes);
@@ -49,8 +52,8 @@ __device__ void announce(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
     const std::uint64_t rows = a.window_offset >= 0 ? static_cast<std::uint64_t>(a.window_offset) : slot_offset(ep, a.scratch_slot);
     for (int peer = lane_id(); peer < ep.world; peer += 32) {
         if (a.carries_weights)
-            store_relaxed(ready_at(ep, peer, ep.rank, 1), stamped(epoch, static_cast<std::uint32_t>((slot_offset(ep, a.scratch_slot) + ep.slot_back) / 16)));
-        store_relaxed(ready_at(ep, peer, ep.rank, 0), stamped(epoch, static_cast<std::uint32_t>(rows / 16)));
+            store_relaxed(ready_at(ep, peer, ep.rank, epoch, 1), stamped(epoch, static_cast<std::uint32_t>((slot_offset(ep, a.scratch_slot) + ep.slot_back) / 16)));
+        store_relaxed(ready_at(ep, peer, ep.rank, epoch, 0), stamped(epoch, static_cast<std::uint32_t>(rows / 16)));
     }
 }
 
@@ -64,7 +67,7 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        last = atomicAdd(&counters.arrived, 1u) == gridDim.x - 1;
+        last = atomicAdd(&counters.arrived[0], 1u) == gridDim.x - 1;
     }
     __syncthreads();
     if (!last || warp_id() != 0) return;
@@ -130,13 +133,13 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
     int alive = 1;
     for (int r = threadIdx.x; r < ep.world; r += blockDim.x) {
         std::uint32_t offset = 0;
-        if (!wait_until(ep, [&] { return load_acquire(ready_at(ep, ep.rank, r, 0)); },
+        if (!wait_until(ep, [&] { return load_acquire(ready_at(ep, ep.rank, r, epoch, 0)); },
                         [&](std::uint64_t v) { offset = static_cast<std::uint32_t>(v); return static_cast<std::uint32_t>(v >> 32) == static_cast<std::uint32_t>(epoch); },
                         HAL_CUDA_STAGE_READY, r, stamped(epoch, 0)))
             alive = 0;
         rows[r] = static_cast<std::uint64_t>(offset) * 16;
         if (!a.carries_weights) continue;
-        if (!wait_stamped(ep, ready_at(ep, ep.rank, r, 1), epoch, HAL_CUDA_STAGE_READY, r, &offset)) alive = 0;
+        if (!wait_stamped(ep, ready_at(ep, ep.rank, r, epoch, 1), epoch, HAL_CUDA_STAGE_READY, r, &offset)) alive = 0;
         weights[r] = static_cast<std::uint64_t>(offset) * 16;
     }
     if (__syncthreads_and(alive) == 0) return;
@@ -160,8 +163,9 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
         }
         tell_done(ep);
     }
-    // The caller may change its rows once this launch has ended, so it ends when the peers have read them.
-    if (blockIdx.x != 0) return;
+    // The caller may change its rows once this launch has ended, so it ends when the peers have read them; unless the caller
+    // was promised less (ep.expert_output).
+    if (blockIdx.x != 0 || a.late_done) return;
     for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x)
         if (peer != ep.rank) wait_at_least(ep, done_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_DONE, peer);
 }
@@ -177,7 +181,7 @@ __global__ void __launch_bounds__(512, 1)
     const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
     if (sends) send(ep, a, counters, epoch, prefix);
     if ((a.phases & HAL_CUDA_RECV) != 0) receive<Type, kWeighted>(ep, a, counters, epoch);
-    launch.end(sends);
+    launch.end(sends, (a.phases & HAL_CUDA_RECV) != 0 ? epoch : 0);
 }
 
 template <class Type>

@@ -111,7 +111,7 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
     __shared__ unsigned slot[kMaxRanks];
     if (blockIdx.x == 0)
         for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x)
-            store_relaxed(ready_at(ep, peer, ep.rank, 0), stamped(epoch, static_cast<std::uint32_t>(a.scratch_slot)));
+            store_relaxed(ready_at(ep, peer, ep.rank, epoch, 0), stamped(epoch, static_cast<std::uint32_t>(a.scratch_slot)));
     // In a fused launch some blocks push and then sum, the others sum from the start. No block waits for rows before its
     // own pushes are done, so it does not matter which blocks run at the same time.
     const int pushers = split ? static_cast<int>(gridDim.x) : min(a.push_blocks, static_cast<int>(gridDim.x));
@@ -121,7 +121,7 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
     for (int s = threadIdx.x; s < ep.world; s += blockDim.x) {
         std::uint32_t value = 0;
         // A rank that gets no rows may be a round ahead already, so its word is not waited for.
-        if (from.of(s) > 0 && !wait_stamped(ep, ready_at(ep, ep.rank, s, 0), epoch, HAL_CUDA_STAGE_READY, s, &value)) alive = 0;
+        if (from.of(s) > 0 && !wait_stamped(ep, ready_at(ep, ep.rank, s, epoch, 0), epoch, HAL_CUDA_STAGE_READY, s, &value)) alive = 0;
         slot[s] = value;
     }
     if (__syncthreads_and(alive) == 0) return;
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(512, 1)
         for (Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, a.tokens * cut.pieces); t.more(); t.advance())
             if (!sum_token<Type, kWeighted>(ep, a, cut, t.unit() / cut.pieces, t.unit() % cut.pieces, static_cast<std::uint32_t>(epoch), split)) break;
     }
-    launch.end(sends);
+    launch.end(sends, (a.phases & HAL_CUDA_RECV) != 0 ? epoch : 0);
 }
 
 template <class Type>

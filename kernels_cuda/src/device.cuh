@@ -13,11 +13,13 @@ namespace hal::cuda {
 // follow each other in stream order. What one launch counts in, the next one clears: they alternate between two sets.
 struct Counters {
     unsigned tickets[3];  // work taken beyond what the warps start with
-    unsigned arrived;     // blocks at the grid barrier
+    unsigned arrived[2];  // blocks at the first and second grid barrier
+    unsigned refused;     // dispatch: what is wrong with the ids
 };
 struct Lane {
     unsigned long long launches, epoch;  // launches so far, rounds begun so far
-    unsigned entered;                    // blocks of this launch that know the two above
+    unsigned long long ended;            // combine: rounds that this rank has summed
+    unsigned entered;                    // blocks of this launch that know the first two
     unsigned unused[3];
     Counters counters[2];
 };
@@ -136,6 +138,16 @@ __device__ __forceinline__ bool wait_flag(const hal_cuda_ep& ep, const std::uint
                       [&](std::uint32_t v) { return static_cast<std::int32_t>(v - epoch) >= 0; }, stage, rank, epoch);
 }
 
+__device__ __forceinline__ std::uint64_t* done_at(const hal_cuda_ep& ep, int peer, int source) {
+    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_done) + static_cast<std::size_t>(source) * 64);
+}
+// Until `peer` has read this rank's rows of every combine that this rank has summed (combines by reading only).
+__device__ __forceinline__ bool await_readers(const hal_cuda_ep& ep, int peer) {
+    if (ep.keep_source) return true;
+    const std::uint64_t rounds = load_relaxed(reinterpret_cast<const std::uint64_t*>(&state_of(ep)->combine.ended));
+    return wait_at_least(ep, done_at(ep, ep.rank, peer), rounds * kRound, HAL_CUDA_STAGE_DONE, peer);
+}
+
 // This block's part of a round's kRound, so that the parts of any number of blocks sum to it exactly.
 __device__ __forceinline__ std::uint64_t share_of_round() {
     const std::uint64_t part = kRound / gridDim.x;
@@ -162,8 +174,9 @@ struct Launch {
         launches = known[0], finished = known[1];
     }
     __device__ Counters& counters() const { return lane.counters[launches & 1]; }
-    __device__ void end(bool began_round) const {
+    __device__ void end(bool began_round, std::uint64_t ended = 0) const {
         if (threadIdx.x != 0 || order != gridDim.x - 1) return;
+        if (ended != 0) lane.ended = ended;
         lane.counters[(launches + 1) & 1] = Counters{};
         lane.entered = 0;
         lane.launches = launches + 1, lane.epoch = finished + (began_round ? 1 : 0);
@@ -172,15 +185,15 @@ struct Launch {
 
 // Every block of the launch has come this far, and what it wrote before is visible. All blocks must be resident: there
 // are never more than the device has multiprocessors.
-__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters) {
+__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, int number) {
     int ok = 1;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        atomicAdd(&counters.arrived, 1u);
+        atomicAdd(&counters.arrived[number], 1u);
         auto load = [&] {
             unsigned v;
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&counters.arrived) : "memory");
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&counters.arrived[number]) : "memory");
             return v;
         };
         ok = wait_until(ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x);
@@ -193,9 +206,11 @@ __device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters) {
 // the next ticket is fetched before the current unit is worked on, which hides the counter's latency.
 class Tickets {
 public:
+    // `warp` is below `warps`, or negative for one that joins later and starts with a ticket.
     __device__ Tickets(unsigned* counter, int warp, int warps, int units)
         : counter_(counter), warps_(warps), units_(units), current_(warp), next_(units) {
         if (units_ > warps_) fetch();
+        if (warp < 0) advance();
     }
     __device__ int unit() const { return current_; }
     __device__ bool more() const { return current_ < units_; }

@@ -67,35 +67,32 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
     if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
     if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) await_previous_round(ep, launch.finished);
     __syncthreads();
-    build_directory<kExpert>(ep, a, plan, &bad);
-    if (blockIdx.x == 0) {
-        if (threadIdx.x == 0 && bad.detail != 0) {
-            bad.kind = HAL_CUDA_BAD_INPUT, bad.rank = ep.rank, bad.stage = HAL_CUDA_STAGE_HEADER, bad.queue = 0;
-            bad.expected = ep.experts, bad.seen = 0;
-            report(ep, bad, false);
-        }
+    bool alive = build_directory<kExpert>(ep, a, plan, launch, &bad);
+    if (blockIdx.x == 0 && alive) {
+        if (threadIdx.x == 0 && bad.claimed != 0 && scans_alone(a)) refuse(ep, bad, launch.counters());
         send_header<kExpert>(ep, a, plan, epoch, bad.detail != 0);
     }
-    bool alive = true;
-    if (kExpert && !a.cached) alive = number_and_send(ep, a, plan, launch, epoch);
+    if (kExpert && !a.cached && alive) alive = number_and_send(ep, a, plan, launch, epoch);
     bool moved = false;
     unsigned rows = 0;
     auto headers = [&] {
         moved = receive_headers<kExpert>(ep, a, plan, epoch);
         if (moved) place_groups<kExpert>(ep, a, plan);
-        rows = keep_counts<kExpert>(ep, a, plan, epoch, moved);
+        rows = rows_here<kExpert>(ep, a, plan, moved);
         return moved;
     };
     const RowCut cut(ep.row_bytes);
     const int warps = gridDim.x * warps_in_block(), warp = warp_id() * gridDim.x + blockIdx.x;
-    if (!kExpert) {
+    if (!alive) return false;
+    if (kExpert) {
+        if (headers()) move_expert_rows(ep, a, plan, launch.counters(), cut, static_cast<std::uint32_t>(epoch));
+    } else {
         push_rank_rows(ep, a, plan, launch.counters(), headers);
-    } else if (alive && headers()) {
-        for (Tickets t(&launch.counters().tickets[0], warp, warps, a.tokens); t.more(); t.advance())
-            push_expert_row(ep, a, plan, cut, t.unit(), static_cast<std::uint32_t>(epoch));
     }
     const Clearing<kExpert> clearing(ep, a, plan, rows, moved);
+    if (kExpert && blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);  // may read headers
     signal_peers(ep);
+    if (!kExpert && blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);
     for (Tickets t(&launch.counters().tickets[1], warp, warps, clearing.units); t.more(); t.advance())
         clear_row(ep, a, cut, clearing.row(plan, t.unit()), kExpert);
     return moved;
@@ -105,15 +102,7 @@ template <bool kExpert>
 __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Launch& launch, std::uint64_t epoch,
                         const std::int32_t* from) {
     if (kExpert) {
-        const RowCut cut(ep.row_bytes);
-        int units = 0;
-        for (int s = 0; s < ep.world; ++s) units += s == ep.rank ? 0 : from[s];
-        const int warps = gridDim.x * warps_in_block(), warp = warp_id() * gridDim.x + blockIdx.x;
-        for (Tickets t(&launch.counters().tickets[2], warp, warps, units); t.more(); t.advance()) {
-            int place = t.unit(), source = 0;
-            for (; source == ep.rank || place >= from[source]; ++source) place -= source == ep.rank ? 0 : from[source];
-            if (!receive_expert_row(ep, a, cut, source, place, static_cast<std::uint32_t>(epoch))) break;
-        }
+        receive_expert_rows(ep, a, launch.counters(), from, static_cast<std::uint32_t>(epoch));
         return;
     }
     if (blockIdx.x != 0 && !ep.keep_source) return;
@@ -143,7 +132,8 @@ __global__ void __launch_bounds__(512, 1)
     // A receive half belongs to the round that its send half noted, which need not be the last.
     if (sends) moved = send<kExpert>(ep, a, plan, launch);
     else epoch = launch.finished - (static_cast<std::uint32_t>(launch.finished) - static_cast<std::uint32_t>(counts[ep.world + kEpoch]));
-    if ((a.phases & HAL_CUDA_RECV) != 0) {
+    // A whole dispatch of layout expert received its rows while it pushed its own.
+    if ((a.phases & HAL_CUDA_RECV) != 0 && !(kExpert && sends)) {
         for (int s = threadIdx.x; s < ep.world; s += blockDim.x)
             from[s] = !moved ? 0 : sends ? static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]) : counts[s];
         __syncthreads();

@@ -18,7 +18,7 @@ __device__ inline bool number_and_send(const hal_cuda_ep& ep, const hal_cuda_dis
         wait_stamped(ep, header_at(ep, ep.rank, ep.rank), epoch, HAL_CUDA_STAGE_GRID, ep.rank, &header);
     const bool bad = __syncthreads_or((header >> 24 & kBadInput) != 0) != 0;
     if (!bad) send_expert_counts(ep, own, plan.scratch, epoch);
-    return grid_barrier(ep, launch.counters());
+    return grid_barrier(ep, launch.counters(), 1);
 }
 
 // What travels with a row to another rank: its token, and for each top-k position its row there (-1 = not there), weight
@@ -154,6 +154,58 @@ __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatc
         for (int i = lane_id(); i < ep.scale_dim; i += 32) scales[to * ep.scale_dim + i] = __ldcg(scales + first_row * ep.scale_dim + i);
     }
     return true;
+}
+
+// A unit's source and place among the rows that peers push here.
+__device__ __forceinline__ void find_source(const hal_cuda_ep& ep, const std::int32_t* from, int unit, int* source, int* place) {
+    int s = 0;
+    for (; s == ep.rank || unit >= from[s]; ++s) unit -= s == ep.rank ? 0 : from[s];
+    *source = s, *place = unit;
+}
+__device__ __forceinline__ int rows_from_peers(const hal_cuda_ep& ep, const std::int32_t* from) {
+    int n = 0;
+    for (int s = 0; s < ep.world; ++s) n += s == ep.rank ? 0 : from[s];
+    return n;
+}
+
+__device__ inline void receive_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Counters& counters,
+                                           const std::int32_t* from, std::uint32_t epoch) {
+    const RowCut cut(ep.row_bytes);
+    const int warps = gridDim.x * warps_in_block();
+    for (Tickets t(&counters.tickets[2], warp_id() * gridDim.x + blockIdx.x, warps, rows_from_peers(ep, from)); t.more(); t.advance()) {
+        int source = 0, place = 0;
+        find_source(ep, from, t.unit(), &source, &place);
+        if (!receive_expert_row(ep, a, cut, source, place, epoch)) break;
+    }
+}
+
+// Pushes this rank's rows; in a whole dispatch also receives the peers' at the same time, so that the link and the memory
+// are busy together. Most warps push first and receive then, the others the reverse: warps that push wait for nobody, so
+// every rank's pushes end, and with them every wait for a row.
+__device__ inline void move_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                        Counters& counters, const RowCut& cut, std::uint32_t epoch) {
+    __shared__ std::int32_t from[kMaxRanks];
+    for (int s = threadIdx.x; s < ep.world; s += blockDim.x) from[s] = static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]);
+    __syncthreads();
+    const int receives = (a.phases & HAL_CUDA_RECV) != 0 ? rows_from_peers(ep, from) : 0;
+    const int pushers = receives == 0 ? warps_in_block() : max(warps_in_block() * 5 / 8, 1);
+    const bool pushes = warp_id() < pushers;
+    const int number = (pushes ? warp_id() : warp_id() - pushers) * gridDim.x + blockIdx.x;
+    auto push = [&](int first) {
+        for (Tickets t(&counters.tickets[0], first, pushers * gridDim.x, a.tokens); t.more(); t.advance())
+            push_expert_row(ep, a, plan, cut, t.unit(), epoch);
+    };
+    auto receive = [&](int first) {
+        const int receivers = (warps_in_block() - pushers) * gridDim.x;
+        for (Tickets t(&counters.tickets[2], first, receivers, receives); t.more(); t.advance()) {
+            int source = 0, place = 0;
+            find_source(ep, from, t.unit(), &source, &place);
+            if (!receive_expert_row(ep, a, cut, source, place, epoch)) return;
+        }
+    };
+    if (pushes) push(number);
+    receive(pushes ? -1 : number);
+    if (!pushes) push(-1);
 }
 
 }  // namespace hal::cuda

@@ -43,42 +43,106 @@ struct Plan {
 };
 
 // Before block 0 sends its header the peers must have finished the round before: until then they may still read the old
-// one. One warp looks while the others work the routing out.
+// one. Rows that peers were reading for a combine must be
+// read, since their slot may be offered now. One warp looks while the others work the routing out.
 __device__ void await_previous_round(const hal_cuda_ep& ep, std::uint64_t finished) {
     for (int peer = lane_id(); peer < ep.world; peer += 32)
-        if (peer != ep.rank)
+        if (peer != ep.rank) {
             wait_at_least(ep, arrival_at(ep, ep.rank, peer), finished * kRound, HAL_CUDA_STAGE_PREVIOUS_ROUND, peer);
+            await_readers(ep, peer);
+        }
 }
 
+// Ids that break the contract: reported by the block that found them, and known to all blocks.
+__device__ void refuse(const hal_cuda_ep& ep, hal_cuda_error bad, Counters& counters) {
+    bad.kind = HAL_CUDA_BAD_INPUT, bad.rank = ep.rank, bad.stage = HAL_CUDA_STAGE_HEADER, bad.queue = 0;
+    bad.expected = ep.experts, bad.seen = 0;
+    report(ep, bad, false);
+    atomicExch(&counters.refused, static_cast<unsigned>(bad.detail));
+}
+
+// Few tokens: every block looks at all of them. Many: each block looks at its part, and they exchange what they found
+// in this rank's own memory, which costs a grid barrier but reads the ids once.
+constexpr int kScanAlone = 512;
+__device__ __forceinline__ bool scans_alone(const hal_cuda_dispatch_args& a) { return a.tokens <= kScanAlone || gridDim.x == 1; }
+
+struct Scratch {
+    std::uint32_t* bits;       // as in the directory
+    std::uint32_t* histogram;  // [blocks][E]
+    __device__ explicit Scratch(const hal_cuda_ep& ep)
+        : bits(reinterpret_cast<std::uint32_t*>(ep.scratch)),
+          histogram(bits + static_cast<std::size_t>(ep.world) * ((ep.max_tokens + 31) / 32)) {}
+};
+
 template <bool kExpert>
-__device__ void build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
-                                hal_cuda_error* bad) {
-    const Owner owner(ep);
-    if (a.cached) {
-        const auto* pos = reinterpret_cast<const std::int32_t*>(a.pos);
-        plan.directory.build(a.tokens, [&](int token) {
-            if constexpr (kExpert) {
-                return ranks_of<false>(ep, a, owner, token, nullptr, nullptr);
-            } else {
-                std::uint64_t mask = 0;
-                for (int r = 0; r < ep.world; ++r)
-                    if (pos[token * ep.world + r] >= 0) mask |= 1ull << r;
-                return mask;
-            }
-        });
-    } else if (blockIdx.x == 0) {
-        for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
-        __syncthreads();
-        plan.directory.build(a.tokens, [&](int token) {
-            hal_cuda_error found{};
-            const std::uint64_t mask = ranks_of<true>(ep, a, owner, token, plan.scratch, &found);
-            if (found.detail != 0 && atomicCAS(&bad->claimed, 0u, 1u) == 0u)
-                bad->detail = found.detail, bad->token = found.token, bad->expert = found.expert;
+__device__ std::uint64_t mask_of_token(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Owner owner, int token) {
+    if constexpr (!kExpert) {
+        if (a.cached) {
+            const auto* pos = reinterpret_cast<const std::int32_t*>(a.pos);
+            std::uint64_t mask = 0;
+            for (int r = 0; r < ep.world; ++r)
+                if (pos[token * ep.world + r] >= 0) mask |= 1ull << r;
             return mask;
-        });
-    } else {
-        plan.directory.build(a.tokens, [&](int token) { return ranks_of<false>(ep, a, owner, token, nullptr, nullptr); });
+        }
     }
+    return ranks_of<false>(ep, a, owner, token, nullptr, nullptr);
+}
+
+// Fills the groups, and where `checks` also counts experts (plan.scratch) and looks for bad ids.
+template <bool kExpert>
+__device__ void scan_tokens(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, int begin, int end,
+                            bool checks, hal_cuda_error* bad) {
+    const Owner owner(ep);
+    if (!checks) {
+        plan.directory.fill(begin, end, a.tokens, [&](int token) { return mask_of_token<kExpert>(ep, a, owner, token); });
+        return;
+    }
+    for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
+    __syncthreads();
+    plan.directory.fill(begin, end, a.tokens, [&](int token) {
+        hal_cuda_error found{};
+        const std::uint64_t mask = ranks_of<true>(ep, a, owner, token, plan.scratch, &found);
+        if (found.detail != 0 && atomicCAS(&bad->claimed, 0u, 1u) == 0u)
+            bad->detail = found.detail, bad->token = found.token, bad->expert = found.expert;
+        return mask;
+    });
+}
+
+// The directory; in block 0 also the experts' counts and whether ids are bad. False when a wait failed.
+template <bool kExpert>
+__device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                const Launch& launch, hal_cuda_error* bad) {
+    const int groups = plan.directory.groups;
+    if (scans_alone(a)) {
+        scan_tokens<kExpert>(ep, a, plan, 0, groups, blockIdx.x == 0 && !a.cached, bad);
+        plan.directory.count();
+        return true;
+    }
+    const int each = (groups + gridDim.x - 1) / gridDim.x;
+    const int begin = min(each * static_cast<int>(blockIdx.x), groups), end = min(begin + each, groups);
+    scan_tokens<kExpert>(ep, a, plan, begin, end, !a.cached, bad);
+    if (threadIdx.x == 0 && bad->detail != 0) refuse(ep, *bad, launch.counters());
+    const Scratch shared(ep);
+    for (int i = threadIdx.x; i < ep.world * (end - begin); i += blockDim.x) {
+        const int at = i / (end - begin) * groups + begin + i % (end - begin);
+        shared.bits[at] = plan.directory.bits[at];
+    }
+    for (int e = threadIdx.x; !a.cached && !kExpert && e < ep.experts; e += blockDim.x)
+        shared.histogram[static_cast<std::size_t>(blockIdx.x) * ep.experts + e] = plan.scratch[e];
+    if (!grid_barrier(ep, launch.counters(), 0)) return false;
+    for (int i = threadIdx.x; i < ep.world * groups; i += blockDim.x) plan.directory.bits[i] = __ldcg(shared.bits + i);
+    if (blockIdx.x == 0 && !a.cached) {
+        if (threadIdx.x == 0) bad->detail = static_cast<int>(*reinterpret_cast<volatile unsigned*>(&launch.counters().refused));
+        for (int e = threadIdx.x; !kExpert && e < ep.experts; e += blockDim.x) {
+            unsigned total = 0;
+            for (unsigned block = 0; block < gridDim.x; ++block)
+                total += __ldcg(shared.histogram + static_cast<std::size_t>(block) * ep.experts + e);
+            plan.scratch[e] = total;
+        }
+    }
+    __syncthreads();
+    plan.directory.count();
+    return true;
 }
 
 // Block 0: this rank's slot, row counts and (layout rank) each rank's own experts' counts, to every rank and itself. A
@@ -247,43 +311,51 @@ struct Padding {
     }
 };
 
-// Rows of this rank's arrays. Block 0 keeps what the receive half, the caller and the combine need.
+// Rows of this rank's arrays, padding included; the host is told at once.
 template <bool kExpert>
-__device__ unsigned keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
-                                std::uint64_t epoch, bool moved) {
-    unsigned total = 0;
-    for (int s = 0; moved && s < ep.world; ++s) total += plan.counts[s * ep.world + ep.rank];
-    unsigned rows = total;
+__device__ unsigned rows_here(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, bool moved) {
+    unsigned rows = 0;
+    for (int s = 0; moved && s < ep.world; ++s) rows += plan.counts[s * ep.world + ep.rank];
     if (ep.fixed_slots) rows = static_cast<unsigned>(ep.slot_rows);
     else if (kExpert) rows = moved ? plan.start[ep.local_experts] : 0u;
-    if (blockIdx.x != 0) return rows;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && a.host_word != 0) {
+        __threadfence_system();  // an error record must be there before the word that ends the host's wait
+        store_relaxed(reinterpret_cast<std::uint64_t*>(a.host_word), stamped(a.sequence, rows));
+    }
+    return rows;
+}
+
+// Block 0 keeps what the receive half and the combine need, and what the caller gets: apart, since that may be overwritten.
+template <bool kExpert>
+__device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, std::uint64_t epoch,
+                            bool moved, unsigned rows) {
     auto* counts = reinterpret_cast<std::int32_t*>(a.counts);
-    for (int s = threadIdx.x; !a.cached && s < ep.world; s += blockDim.x)
-        counts[s] = moved ? static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]) : 0;
-    if (threadIdx.x == 0) {
-        counts[ep.world + kEpoch] = static_cast<std::int32_t>(epoch);
-        if (!a.cached) counts[ep.world + kTotal] = static_cast<std::int32_t>(total), counts[ep.world + kRows] = static_cast<std::int32_t>(rows);
-        if (a.host_word != 0) {
-            __threadfence_system();  // an error record must be there before the word that ends the host's wait
-            store_relaxed(reinterpret_cast<std::uint64_t*>(a.host_word), stamped(a.sequence, rows));
-        }
-    }
-    // Once for the handle and once for the caller, who may overwrite its own.
     char* slot = at_home(ep, ep.off_slots + a.slot * ep.slot_bytes);
-    auto* per_expert = reinterpret_cast<std::int32_t*>(a.expert_counts);
-    for (int e = threadIdx.x; e < ep.local_experts; e += blockDim.x) {
-        if (!a.cached) per_expert[e] = moved ? static_cast<std::int32_t>(plan.expert_total[kExpert ? ep.rank * ep.local_experts + e : e]) : 0;
-        reinterpret_cast<std::int32_t*>(slot + ep.slot_counts)[e] = per_expert[e];
+    if (threadIdx.x == 0) counts[ep.world + kEpoch] = static_cast<std::int32_t>(epoch);
+    if (threadIdx.x == 0 && !a.cached) {
+        unsigned total = 0;
+        for (int s = 0; s < ep.world; ++s) {
+            const unsigned n = moved ? plan.counts[s * ep.world + ep.rank] : 0u;
+            counts[s] = static_cast<std::int32_t>(n), total += n;
+        }
+        counts[ep.world + kTotal] = static_cast<std::int32_t>(total), counts[ep.world + kRows] = static_cast<std::int32_t>(rows);
     }
-    if (!kExpert) return rows;
+    auto* kept = reinterpret_cast<std::int32_t*>(a.expert_counts);
+    for (int e = threadIdx.x; e < ep.local_experts; e += blockDim.x) {
+        std::int32_t n = a.cached ? kept[e] : 0;
+        if (!a.cached && moved) n = static_cast<std::int32_t>(plan.expert_total[kExpert ? ep.rank * ep.local_experts + e : e]);
+        kept[e] = n;
+        reinterpret_cast<std::int32_t*>(slot + ep.slot_counts)[e] = n;
+    }
+    if (!kExpert) return;
     auto* offsets = reinterpret_cast<long long*>(a.expert_offsets);
     for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x) {
-        if (!a.cached) offsets[e] = moved ? plan.start[e] : 0;
-        reinterpret_cast<long long*>(slot + ep.slot_offsets)[e] = offsets[e];
+        const long long offset = a.cached ? offsets[e] : moved ? plan.start[e] : 0;
+        offsets[e] = offset;
+        reinterpret_cast<long long*>(slot + ep.slot_offsets)[e] = offset;
     }
     for (int i = threadIdx.x; ep.fixed_slots && !a.cached && i < ep.local_experts * ep.world; i += blockDim.x)
         counts[ep.world + kTails + i] = moved ? static_cast<std::int32_t>(Padding{ep, a, plan, true, 0}.received(i)) : 0;
-    return rows;
 }
 
 __device__ __forceinline__ char* slot_at(const hal_cuda_ep& ep, int peer, unsigned slot) {

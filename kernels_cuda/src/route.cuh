@@ -75,10 +75,11 @@ struct Directory {
         for (unsigned skip = place - prefix(rank)[group]; skip > 0; --skip) left &= left - 1;
         return group * 32 + __ffs(static_cast<int>(left)) - 1;
     }
-    // `mask_of(token)` gives the token's ranks as bits; it is called once for each token, by whole warps.
+    // Bits of the groups begin .. end - 1. `mask_of(token)` gives the token's ranks as bits; it is called once for each
+    // token, by whole warps.
     template <class MaskOf>
-    __device__ void build(int tokens, MaskOf mask_of) const {
-        for (int group = warp_id(); group < groups; group += warps_in_block()) {
+    __device__ void fill(int begin, int end, int tokens, MaskOf mask_of) const {
+        for (int group = begin + warp_id(); group < end; group += warps_in_block()) {
             const int token = group * 32 + lane_id();
             const std::uint64_t mask = token < tokens ? mask_of(token) : 0ull;
             for (int rank = 0; rank < world; ++rank) {
@@ -87,6 +88,9 @@ struct Directory {
             }
         }
         __syncthreads();
+    }
+    // Running counts, once all bits are there.
+    __device__ void count() const {
         for (int rank = warp_id(); rank < world; rank += warps_in_block())
             warp_prefix(prefix(rank), groups, [&](int g) { return static_cast<unsigned>(__popc(bits[rank * groups + g])); });
         __syncthreads();
@@ -145,6 +149,8 @@ struct OwnedExperts {
     }
 };
 
+constexpr int kBatch = 8;  // ids in flight for each lane
+
 // place[entry] = number of earlier tokens with the same expert, for this block's experts; totals[own] their counts.
 // `histogram` is [warps][owned]: each warp counts a run of consecutive entries, so the order of tokens is kept.
 __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, OwnedExperts own,
@@ -155,9 +161,19 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
     for (int i = threadIdx.x; i < own.count * warps_in_block(); i += blockDim.x) histogram[i] = 0;
     __syncthreads();
     unsigned* mine = histogram + warp_id() * own.count;
-    for (int entry = begin + lane_id(); entry < end; entry += 32) {
-        const int o = expert_id(a, entry) - own.first;
-        if (o >= 0 && o < own.count) atomicAdd(&mine[o], 1u);
+    int id[kBatch];
+    auto load = [&](int start) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int entry = start + i * 32 + lane_id();
+            id[i] = entry < end ? expert_id(a, entry) - own.first : -1;
+        }
+    };
+    for (int start = begin; start < end; start += 32 * kBatch) {
+        load(start);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (id[i] >= 0 && id[i] < own.count) atomicAdd(&mine[id[i]], 1u);
     }
     __syncthreads();
     for (int o = threadIdx.x; o < own.count; o += blockDim.x) {
@@ -170,19 +186,21 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
         totals[o] = running;
     }
     __syncthreads();
-    for (int start = begin; start < end; start += 32) {
-        const int entry = start + lane_id();
-        const int o = entry < end ? expert_id(a, entry) - own.first : -1;
-        const bool owned = o >= 0 && o < own.count;
-        const unsigned active = __ballot_sync(0xffffffffu, owned);
-        if (owned) {
-            const unsigned same = __match_any_sync(active, o);
-            const unsigned base = mine[o];
-            place[entry] = static_cast<std::int32_t>(base + __popc(same & lanes_below()));
-            __syncwarp(active);
-            if ((same & lanes_below()) == 0) mine[o] = base + __popc(same);
+    for (int start = begin; start < end; start += 32 * kBatch) {
+        load(start);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const bool owned = id[i] >= 0 && id[i] < own.count;
+            const unsigned active = __ballot_sync(0xffffffffu, owned);
+            if (owned) {
+                const unsigned same = __match_any_sync(active, id[i]);
+                const unsigned base = mine[id[i]];
+                place[start + i * 32 + lane_id()] = static_cast<std::int32_t>(base + __popc(same & lanes_below()));
+                __syncwarp(active);
+                if ((same & lanes_below()) == 0) mine[id[i]] = base + __popc(same);
+            }
+            __syncwarp();
         }
-        __syncwarp();
     }
 }
 

@@ -75,7 +75,7 @@ class Round:
         self.check(out)
         return out
 
-    def combine(self, handle: Any, seed: int, *, into: Any = None, halves: bool = False, by_rank: bool = False, **options: Any) -> Any:
+    def combine(self, handle: Any, seed: int, *, into: Any = None, halves: bool = False, by_rank: bool = False, poisons: bool = True, **options: Any) -> Any:
         answers = oracle.answers(self.spec, [len(r.x) for r in self.rows], seed, self.device)
         mine = answers[self.me].clone()
         if into is not None:
@@ -95,7 +95,8 @@ class Round:
             y = self.ep.combine_recv(self.ep.combine_send(mine, handle, weighted=weighted, **options), bias=bias or None)
         else:
             y = self.ep.combine(mine, handle, bias=bias or None, **options)
-        poison(mine)
+        if poisons:
+            poison(mine)
         if carried is not None:
             y, weights = y
             same("weights", weights, oracle.weights_home(self.spec, self.batch, self.rows, carried, self.me))
@@ -120,6 +121,9 @@ def rounds(comm: hal.Communicator, settings: dict[str, Any], counts: list[list[i
             again = r.dispatch(handle)
             r.combine(again.handle, 10, weighted=expert, carry=True, biases=1, by_rank=by_rank)
             del again
+            output = ep.expert_output(handle, r.batch.x[r.me])
+            r.combine(handle, 12, into=output, weighted=expert, by_rank=by_rank, poisons=False)
+            del output
             halves = r.dispatch(halves=True)
             r.combine(halves.handle, 11, halves=True, weighted=expert, biases=2, carry=number % 2 == 0, by_rank=by_rank)
             handle = halves.handle
@@ -197,7 +201,7 @@ def refusals(comm: hal.Communicator) -> None:
                     assert comm.rank == 0 or word in str(error), str(error)
                 else:
                     raise AssertionError("not refused")
-                assert len(ep.dispatch(x, good).x) == (8 if layout == "rank" else 8)
+                assert len(ep.dispatch(x, good).x) == 8
             handle = ep.dispatch(x, good).handle
             try:
                 ep.dispatch(x, handle=handle) if comm.rank == 0 else ep.dispatch(x, good)
