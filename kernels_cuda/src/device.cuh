@@ -16,11 +16,10 @@ struct Counters {
     unsigned arrived[2];  // blocks at the first and second grid barrier
     unsigned refused;     // dispatch: what is wrong with the ids
 };
-struct Lane {
-    unsigned long long launches, epoch;  // launches so far, rounds begun so far
+struct alignas(64) Lane {
+    unsigned long long launches, epoch;  // launches so far, rounds begun so far; read as one word
     unsigned long long ended;            // combine: rounds that this rank has summed
     unsigned entered;                    // blocks of this launch that know the first two
-    unsigned unused[3];
     Counters counters[2];
 };
 struct State {
