@@ -263,10 +263,19 @@ def small(bench: Bench) -> None:
 def sweep(bench: Bench) -> None:
     for blocks in (8, 12, 16, 20, 24, 32, 48, 64, 96, 132):
         tuning = {"dispatch_blocks": blocks, "combine_blocks": blocks, "push_blocks": min(20, max(blocks // 2, 4))}
-        bench.pair(4096, "bfloat16", "rank", tuning=tuning, label="sweep, push")
-    for blocks in (8, 16, 24, 32, 64, 132):
+        bench.pair(4096, "bfloat16", "rank", tuning=tuning, pull=False, label="sweep, push")
+    for blocks in (8, 16, 24, 32, 48, 64, 132):
         tuning = {"dispatch_blocks": blocks, "combine_blocks": blocks}
         bench.pair(4096, "bfloat16", "rank", tuning=tuning, pull=True, label="sweep, pull")
+
+
+def probe(bench: Bench) -> None:
+    """Which way of combining, and how many blocks of it push first."""
+    for push in (8, 12, 16, 20, 28, 36, 48):
+        tuning = {"dispatch_blocks": 20, "combine_blocks": 48, "push_blocks": push}
+        bench.pair(4096, "bfloat16", "rank", tuning=tuning, pull=False, parts=False, label=f"push by {push}")
+    for tokens in (512, 1024, 2048, 8192):
+        bench.pair(tokens, "bfloat16", "rank", tuning={"combine_blocks": 64}, pull=True, parts=False, label="pull")
 
 
 def eager(bench: Bench) -> None:
@@ -279,7 +288,7 @@ def baseline(bench: Bench) -> None:
         bench.baseline(tokens)
 
 
-PARTS = {"large": large, "expert": expert, "small": small, "sweep": sweep, "eager": eager, "baseline": baseline}
+PARTS = {"large": large, "expert": expert, "small": small, "sweep": sweep, "probe": probe, "eager": eager, "baseline": baseline}
 
 
 def write(bench: Bench, options: argparse.Namespace, seconds: float) -> None:

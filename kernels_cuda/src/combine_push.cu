@@ -65,7 +65,7 @@ __device__ __forceinline__ void sum_rows(const hal_cuda_ep& ep, const hal_cuda_c
 
 template <class Type, bool kWeighted>
 __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const Sources& from, int source, int place,
-                         unsigned slot, std::uint32_t epoch) {
+                         unsigned slot, std::uint32_t** flags) {
     const auto* meta = reinterpret_cast<const std::int32_t*>(a.source);
     const auto* back = reinterpret_cast<const float*>(a.row_weights);
     int token = 0;
@@ -101,9 +101,15 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         }
     }
     if (a.carries_weights && lane_id() < ep.topk) staged_weights_at(ep, source, slot, ep.rank, token)[lane_id()] = carried;
-    // All lanes' stores come before the flag: __syncwarp orders them, the release carries them.
-    __syncwarp();
-    if (lane_id() == 0) store_release(combine_flag_at(ep, source, ep.rank, token), epoch);
+    if (lane_id() == 0) flags[warp_id()] = combine_flag_at(ep, source, ep.rank, token);
+}
+
+// The flags of a block's batch of rows, one lane a row: the barrier orders all warps' stores before the fence.
+__device__ __forceinline__ void flag_rows(const Batches& batch, std::uint32_t* const* flags, std::uint32_t epoch) {
+    __syncthreads();
+    if (warp_id() != 0 || lane_id() >= batch.size()) return;
+    __threadfence_system();
+    store_relaxed(flags[lane_id()], epoch);
 }
 
 template <class Type, bool kWeighted>
@@ -125,12 +131,16 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
         slot[s] = value;
     }
     if (__syncthreads_and(alive) == 0) return;
-    Tickets t(&counters.tickets[0], warp_id() * pushers + blockIdx.x, pushers * warps_in_block(), from.total());
-    for (; t.more(); t.advance()) {
-        int place = t.unit(), hop = 1;
-        for (; place >= from.of((ep.rank + hop) % ep.world); ++hop) place -= from.of((ep.rank + hop) % ep.world);
-        const int source = (ep.rank + hop) % ep.world;
-        push_row<Type, kWeighted>(ep, a, from, source, place, slot[source], static_cast<std::uint32_t>(epoch));
+    const int total = from.total();
+    __shared__ std::uint32_t* flags[32];
+    for (Batches t(&counters.tickets[0], blockIdx.x, pushers, total); t.more(); t.advance()) {
+        if (t.unit() < total) {
+            int place = t.unit(), hop = 1;
+            for (; place >= from.of((ep.rank + hop) % ep.world); ++hop) place -= from.of((ep.rank + hop) % ep.world);
+            const int source = (ep.rank + hop) % ep.world;
+            push_row<Type, kWeighted>(ep, a, from, source, place, slot[source], flags);
+        }
+        flag_rows(t, flags, static_cast<std::uint32_t>(epoch));
     }
 }
 

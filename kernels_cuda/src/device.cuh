@@ -50,8 +50,8 @@ __device__ __forceinline__ void store_relaxed(std::uint64_t* p, std::uint64_t v)
 __device__ __forceinline__ void store_release(std::uint64_t* p, std::uint64_t v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-__device__ __forceinline__ void store_release(std::uint32_t* p, std::uint32_t v) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+__device__ __forceinline__ void store_relaxed(std::uint32_t* p, std::uint32_t v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 __device__ __forceinline__ void add_release(std::uint64_t* p, std::uint64_t v) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
@@ -224,6 +224,38 @@ private:
     }
     unsigned* counter_;
     int warps_, units_, current_, next_;
+};
+
+// Rows for whole blocks, one for each warp: a block fences once for all its warps' rows, because a fence at system scope
+// waits for everything that the multiprocessor has in flight.
+class Batches {
+public:
+    // Block-wide. The first batch is the block's own number among `blocks`; a block that joins later (number < 0) and
+    // every further batch takes a ticket.
+    __device__ Batches(unsigned* counter, int number, int blocks, int units)
+        : counter_(counter), blocks_(blocks), units_(units), batch_(number) {
+        if (number < 0) advance();
+    }
+    __device__ bool more() const { return batch_ * warps() < units_; }
+    __device__ int first() const { return batch_ * warps(); }
+    __device__ int size() const { return min(warps(), units_ - first()); }
+    __device__ int unit() const { return first() + static_cast<int>(threadIdx.x >> 5); }  // may be past the last
+    __device__ void advance() {
+        __shared__ int next;
+        if (static_cast<long long>(blocks_) * warps() >= units_) {
+            batch_ = units_;
+            return;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) next = blocks_ + static_cast<int>(atomicAdd(counter_, 1u));
+        __syncthreads();
+        batch_ = next;
+    }
+
+private:
+    __device__ static int warps() { return static_cast<int>(blockDim.x >> 5); }
+    unsigned* counter_;
+    int blocks_, units_, batch_;
 };
 
 // How one row is cut for warps: `pieces` units of `vectors` 16-byte vectors, at most kLaneVectors for each lane.

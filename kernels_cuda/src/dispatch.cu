@@ -65,8 +65,9 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
     __shared__ hal_cuda_error bad;
     const std::uint64_t epoch = launch.finished + 1;
     if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
-    if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) await_previous_round(ep, launch.finished);
     __syncthreads();
+    // Has come back before the header goes out: building the directory ends with a block barrier.
+    if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) await_previous_round(ep, launch.finished);
     bool alive = build_directory<kExpert>(ep, a, plan, launch, &bad);
     if (blockIdx.x == 0 && alive) {
         if (threadIdx.x == 0 && bad.claimed != 0 && scans_alone(a)) refuse(ep, bad, launch.counters());

@@ -53,7 +53,7 @@ __device__ __forceinline__ int lowest_lane(unsigned mask) { return __ffs(static_
 // A row goes once over the link to each rank, into the place of its first expert there; the receiver makes the other
 // copies. Rows for this rank's own experts are all written here.
 __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, const RowCut& cut,
-                                int token, std::uint32_t epoch) {
+                                int token) {
     const int entry = token * ep.topk + lane_id();
     auto* pos = reinterpret_cast<std::int32_t*>(a.pos);
     int id = -1, row = -1;
@@ -112,9 +112,18 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
             record.experts[lane_id()] = id - to * ep.local_experts;
             if (lane_id() == 0) *record.token = token;
         }
-        // All lanes' stores to this peer come before the flag: __syncwarp orders them, the release carries them.
-        __syncwarp();
-        if (lane_id() == 0) store_release(row_flag_at(ep, to, ep.rank, place), epoch);
+    }
+}
+
+// The flags of a block's batch of rows, one lane a row: the barrier orders all warps' stores before the fence.
+__device__ inline void flag_expert_rows(const hal_cuda_ep& ep, const Plan& plan, const Batches& batch, std::uint32_t epoch) {
+    __syncthreads();
+    if (warp_id() != 0 || lane_id() >= batch.size()) return;
+    __threadfence_system();
+    const int token = batch.first() + lane_id();
+    for (int hop = 1; hop < ep.world; ++hop) {
+        const int to = (ep.rank + hop) % ep.world;
+        if (plan.directory.has(token, to)) store_relaxed(row_flag_at(ep, to, ep.rank, plan.directory.place(token, to)), epoch);
     }
 }
 
@@ -180,7 +189,7 @@ __device__ inline void receive_expert_rows(const hal_cuda_ep& ep, const hal_cuda
 }
 
 // Pushes this rank's rows; in a whole dispatch also receives the peers' at the same time, so that the link and the memory
-// are busy together. Most warps push first and receive then, the others the reverse: warps that push wait for nobody, so
+// are busy together. Most blocks push first and receive then, the others the reverse: blocks that push wait for nobody, so
 // every rank's pushes end, and with them every wait for a row.
 __device__ inline void move_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
                                         Counters& counters, const RowCut& cut, std::uint32_t epoch) {
@@ -188,23 +197,26 @@ __device__ inline void move_expert_rows(const hal_cuda_ep& ep, const hal_cuda_di
     for (int s = threadIdx.x; s < ep.world; s += blockDim.x) from[s] = static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]);
     __syncthreads();
     const int receives = (a.phases & HAL_CUDA_RECV) != 0 ? rows_from_peers(ep, from) : 0;
-    const int pushers = receives == 0 ? warps_in_block() : max(warps_in_block() * 5 / 8, 1);
-    const bool pushes = warp_id() < pushers;
-    const int number = (pushes ? warp_id() : warp_id() - pushers) * gridDim.x + blockIdx.x;
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    const int pushers = receives == 0 ? blocks : max(blocks * 5 / 8, 1);
+    const bool pushes = block < pushers;
     auto push = [&](int first) {
-        for (Tickets t(&counters.tickets[0], first, pushers * gridDim.x, a.tokens); t.more(); t.advance())
-            push_expert_row(ep, a, plan, cut, t.unit(), epoch);
+        for (Batches t(&counters.tickets[0], first, pushers, a.tokens); t.more(); t.advance()) {
+            if (t.unit() < a.tokens) push_expert_row(ep, a, plan, cut, t.unit());
+            flag_expert_rows(ep, plan, t, epoch);
+        }
     };
     auto receive = [&](int first) {
-        const int receivers = (warps_in_block() - pushers) * gridDim.x;
+        const int receivers = (blocks - pushers) * warps_in_block();
         for (Tickets t(&counters.tickets[2], first, receivers, receives); t.more(); t.advance()) {
             int source = 0, place = 0;
             find_source(ep, from, t.unit(), &source, &place);
             if (!receive_expert_row(ep, a, cut, source, place, epoch)) return;
         }
     };
-    if (pushes) push(number);
-    receive(pushes ? -1 : number);
+    if (pushes) push(block);
+    receive(pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers);
+    __syncthreads();
     if (!pushes) push(-1);
 }
 

@@ -135,7 +135,8 @@ __device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
         if (threadIdx.x == 0) bad->detail = static_cast<int>(*reinterpret_cast<volatile unsigned*>(&launch.counters().refused));
         for (int e = threadIdx.x; !kExpert && e < ep.experts; e += blockDim.x) {
             unsigned total = 0;
-            for (unsigned block = 0; block < gridDim.x; ++block)
+#pragma unroll 12
+            for (unsigned block = 0; block < gridDim.x; ++block)  // many loads in flight
                 total += __ldcg(shared.histogram + static_cast<std::size_t>(block) * ep.experts + e);
             plan.scratch[e] = total;
         }
