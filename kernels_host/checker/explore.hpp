@@ -24,6 +24,11 @@ struct SearchResult {
     std::set<std::vector<std::uint8_t>> outcomes;
 };
 
+inline void remember_outcome(SearchResult& result, Subject& subject, const World& world) {
+    auto o = subject.outcome(world);
+    if (!o.empty()) result.outcomes.insert(std::move(o));
+}
+
 // Every schedule up to reordering of independent steps: source sets and sleep sets (Abdulla, Aronis, Jonsson, Sagonas,
 // Optimal dynamic partial order reduction, POPL 2014, algorithm 1).
 SearchResult explore_all(Subject& subject, const SearchLimits& limits);

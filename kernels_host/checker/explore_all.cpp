@@ -71,6 +71,11 @@ class Explorer {
         World world(subject_.start(), lazy());
         for (std::size_t i = 0; i < frames_.size(); ++i) {
             const bool fresh = i + 1 == frames_.size() && fresh_;
+            if (fresh && !world.is_ready(chosen_)) {  // the reversal was only a guess: without step i it waits
+                std::erase(frames_[i].backtrack, chosen_);
+                guessed_ = true;
+                return;
+            }
             const StepInfo& info = world.execute(fresh ? chosen_ : frames_[i].step.entity);
             if (fresh) enter(i, info);
         }
@@ -96,7 +101,7 @@ class Explorer {
 
     void judge(World& world) {
         RunReport r = report(subject_, world);
-        if (world.all_ended()) result_.outcomes.insert(subject_.outcome(world));
+        remember_outcome(result_, subject_, world);
         if (!r.failed() || result_.failure.failed()) return;
         result_.failure = std::move(r);
         for (const Frame& f : frames_) result_.schedule.path.push_back(f.step.entity);
@@ -149,7 +154,7 @@ class Explorer {
             if (k == i || f.before.has(std::uint32_t(i))) continue;
             for (const Access& a : f.step.accesses) {
                 if (!a.overlaps(slot) || a.kind == Access::read || a.kind == Access::wait) continue;
-                if (!f.step.is_signal) return true;  // a plain write: its value is not known here, so try
+                if (!f.step.stores || a.begin != slot.begin) return true;  // its value is not known here, so try
                 value = f.step.op == SignalOp::add ? value + f.step.value : f.step.value;
             }
         }
@@ -172,14 +177,15 @@ class Explorer {
         }
         for (const Entity e : initials)
             if (std::find(f.backtrack.begin(), f.backtrack.end(), e) != f.backtrack.end() || sleeps(f.sleep, e)) return;
-        f.backtrack.push_back(initials.back() == frames_[n].step.entity ? initials.back() : initials.front());
+        f.backtrack.push_back(initials.front());
     }
 
     // The next branch, deepest first; false when there is none.
     bool next() {
         while (!frames_.empty()) {
             Frame& f = frames_.back();
-            f.sleep.push_back({f.step.entity, f.step.accesses});
+            if (!guessed_) f.sleep.push_back({f.step.entity, f.step.accesses});
+            guessed_ = false;
             for (const Entity e : f.backtrack) {
                 if (sleeps(f.sleep, e)) continue;
                 chosen_ = e;
@@ -194,7 +200,8 @@ class Explorer {
     SearchLimits limits_;
     SearchResult result_;
     std::vector<Frame> frames_;
-    bool fresh_ = false;
+    bool fresh_ = false;    // the last frame's step is still to be executed, as chosen_
+    bool guessed_ = false;  // chosen_ could not run there
     Entity chosen_;
 };
 

@@ -71,7 +71,7 @@ SearchResult explore_delays(Subject& subject, int bound, const SearchLimits& lim
         complete = subsets(all, size, 0, chosen, [&](const std::vector<Entity>& held) {
             if (result.runs >= limits.max_runs || clock.seconds() > limits.max_seconds) return false;
             const RunReport r = run(subject, {held, {}}, false, [&](World& w) {
-                if (w.all_ended()) result.outcomes.insert(subject.outcome(w));
+                remember_outcome(result, subject, w);
             });
             count(result, r);
             if (!r.failed()) return true;
@@ -121,7 +121,7 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
         }
         RunReport r = report(subject, world);
         length = world.steps();
-        if (world.all_ended()) result.outcomes.insert(subject.outcome(world));
+        remember_outcome(result, subject, world);
         count(result, r);
         if (r.failed() && !result.failure.failed()) {
             result.failure = std::move(r);

@@ -48,6 +48,8 @@ thread_local StackPool stacks;
 extern "C" void hal_checker_switch(void** save, void* load);
 asm(R"(
 .text
+.globl hal_checker_switch
+.hidden hal_checker_switch
 .type hal_checker_switch,@function
 hal_checker_switch:
     pushq %rbp
@@ -66,6 +68,8 @@ hal_checker_switch:
     popq %rbp
     ret
 .size hal_checker_switch,.-hal_checker_switch
+.globl hal_checker_start
+.hidden hal_checker_start
 .type hal_checker_start,@function
 hal_checker_start:
     movq %r12, %rdi

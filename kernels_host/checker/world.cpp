@@ -382,6 +382,12 @@ void World::deliver_bytes(std::uint32_t id, std::size_t from, std::size_t bytes)
         std::memcpy(target + from, flights_[id].data.data() + from, bytes);
     }
     Event e{What::deliver, op.thread, op.rank, id, op.dst + from, op.dst + from + bytes};
+    if (bytes >= 8) {  // what a wait on this word would see
+        e.value = slot(op.peer, op.dst + from);
+        info_.stores = true;
+        info_.op = op.is_signal ? op.op : SignalOp::set;
+        info_.value = op.is_signal ? op.value : e.value;
+    }
     add_event(e);
     touched(op.peer, op.dst + from, op.dst + from + bytes);
 }
@@ -394,9 +400,6 @@ void World::deliver(Entity e) {
     const std::size_t step = f.pieces > 1 ? (op.bytes + f.pieces - 1) / f.pieces : op.bytes;
     const std::size_t from = std::size_t(e.unit - Entity::piece) * step;
     info_.what = What::deliver;
-    info_.is_signal = op.is_signal;
-    info_.op = op.op;
-    info_.value = op.value;
     if (config_.track) {
         enabling_steps(e);
         f.write_steps.push_back(step_);
@@ -429,7 +432,7 @@ void World::complete(std::uint32_t id) {
 const StepInfo& World::execute(Entity e) {
     info_.entity = e;
     info_.enabled_by.clear();
-    info_.is_signal = false;
+    info_.stores = false;
     info_.value = 0;
     if (config_.track) info_.accesses = footprint(e);
     if (e.unit == Entity::thread)

@@ -89,9 +89,9 @@ struct StepInfo {
     What what = What::end;
     std::vector<Access> accesses;
     std::vector<std::uint32_t> enabled_by;  // steps without which this one could not run
-    std::uint64_t value = 0;                // signal: its value; wait: the threshold
-    SignalOp op = SignalOp::add;
-    bool is_signal = false;
+    std::uint64_t value = 0;                // added or stored at the start of a write; wait: the threshold
+    SignalOp op = SignalOp::set;
+    bool stores = false;                    // `value` is what the first eight bytes of the write added or became
 };
 
 class World {
@@ -127,7 +127,7 @@ class World {
     const std::vector<std::uint32_t>& timed_out() const { return timed_out_; }
     const WorldConfig& config() const { return config_; }
     int rank_of(int thread) const { return config_.thread_rank[std::size_t(thread)]; }
-    std::byte* window(int rank) { return windows_[std::size_t(rank)].get(); }
+    std::byte* window(int rank) const { return windows_[std::size_t(rank)].get(); }
     void report(Problem p) { problems_.push_back(std::move(p)); }
     std::string name(std::uint32_t operation) const;
 
