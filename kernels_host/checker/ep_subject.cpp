@@ -67,14 +67,15 @@ class RankRun {
                 dispatch(batches[std::size_t(i)], r + i, s_.reuse_handle ? first.get() : nullptr);
                 if (!first) first = batches[std::size_t(i)].round.state;
             }
-            for (Batch& b : batches) combine(b);
+            for (Batch& b : batches)
+                for (int c = 0; c < s_.combines; ++c) combine(b, c);
         }
     }
 
   private:
     struct Batch {
         ep::DispatchRound round;
-        std::vector<float> x, back, weights, y, y_weights;
+        std::vector<float> x, rows, back, weights, y, y_weights;
         std::vector<std::int32_t> idx, per_expert;
         std::vector<std::int64_t> offsets;
     };
@@ -89,8 +90,11 @@ class RankRun {
         for (std::size_t i = 0; i < b.x.size(); ++i) b.x[i] = float(1 + number * 1000 + rank_ * 100) + float(i);
         std::vector<float> weights(std::size_t(tokens_) * k);
         for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = 0.5F + float(i + std::size_t(number) + std::size_t(rank_));
-        const ep::DispatchInput in{reinterpret_cast<const std::byte*>(b.x.data()), tokens_,
-                                   reused ? nullptr : s_.topk_idx[std::size_t(rank_)].data(), false, weights.data(), nullptr};
+        std::vector<std::int32_t> ids = s_.topk_idx[std::size_t(rank_)];
+        for (std::int32_t& id : ids)
+            if (id >= 0) id = (id + number) % sh.num_experts;
+        const ep::DispatchInput in{reinterpret_cast<const std::byte*>(b.x.data()), tokens_, reused ? nullptr : ids.data(), false,
+                                   weights.data(), nullptr};
         b.round = kernels_.dispatch_send(std::uint32_t(number % sh.num_buffers), in, reused);
         std::fill(weights.begin(), weights.end(), -1.0F);
         if (free_after_send()) std::fill(b.x.begin(), b.x.end(), -1.0F);
@@ -101,6 +105,7 @@ class RankRun {
         b.offsets.assign(std::size_t(local_experts(sh)) + 1, 77);
         kernels_.dispatch_recv(b.round, {nullptr, b.idx.data(), b.weights.data(), b.per_expert.data(),
                                          sh.layout == Layout::expert ? b.offsets.data() : nullptr});
+        std::fill(b.x.begin(), b.x.end(), -3.0F);
         // The expert: this rank's own multiple of each row, so a row that went astray shows.
         b.back.resize(rows * width_);
         if (rows) std::memcpy(b.back.data(), f_.read(kernels_.received_x(b.round), rows * width_ * 4), rows * width_ * 4);
@@ -108,18 +113,18 @@ class RankRun {
         keep(out_, b.idx);
         keep(out_, b.weights);
         keep(out_, b.per_expert);
-        for (float& v : b.back) v *= float(rank_ + 2);
+        b.rows = b.back;
     }
 
-    void combine(Batch& b) {
+    void combine(Batch& b, int again) {
         const EpShape& sh = s_.shape;
+        for (std::size_t i = 0; i < b.back.size(); ++i) b.back[i] = b.rows[i] * float(rank_ + 2) + float(again);
         b.y.assign(std::size_t(tokens_) * width_, 77.0F);
         b.y_weights.assign(std::size_t(tokens_) * std::size_t(sh.top_k), 77.0F);
         ep::CombineRound round = kernels_.combine_send(
             {reinterpret_cast<const std::byte*>(b.back.data()), s_.weights_back ? b.weights.data() : nullptr, false}, b.round.state);
         if (free_after_send()) {
             std::fill(b.back.begin(), b.back.end(), -1.0F);
-            std::fill(b.weights.begin(), b.weights.end(), -1.0F);
         }
         kernels_.combine_recv(round, nullptr, 0, {b.y.data(), s_.weights_back ? b.y_weights.data() : nullptr});
         std::fill(b.back.begin(), b.back.end(), -2.0F);

@@ -77,7 +77,7 @@ class Explorer {
                 return;
             }
             const StepInfo& info = world.execute(fresh ? chosen_ : frames_[i].step.entity);
-            if (fresh) enter(i, info);
+            if (fresh) enter(i, info, world);
         }
         fresh_ = true;
         bool asleep = false;
@@ -91,7 +91,8 @@ class Explorer {
             frames_.push_back({});
             frames_.back().sleep = std::move(sleep);
             frames_.back().backtrack = {*e};
-            enter(frames_.size() - 1, world.execute(*e));
+            const StepInfo& info = world.execute(*e);
+            enter(frames_.size() - 1, info, world);
         }
         ++result_.runs;
         result_.steps += world.steps();
@@ -126,7 +127,7 @@ class Explorer {
     }
 
     // Step `n` was executed: what happens before it, and which earlier steps it races with.
-    void enter(std::size_t n, const StepInfo& info) {
+    void enter(std::size_t n, const StepInfo& info, World& world) {
         Frame& f = frames_[n];
         f.step = info;
         f.before = {};
@@ -136,6 +137,16 @@ class Explorer {
             if (reversible(i, n)) reverse(i, n);
             include(f.before, std::uint32_t(i));
         }
+        if (info.entity.unit == Entity::thread) watch_sources(f, world);
+    }
+
+    // Accesses of memory that only the kernel knows are not announced. If a step changed the source of an operation whose
+    // read it does not come after, the two can be swapped.
+    static void watch_sources(const Frame& f, World& world) {
+        for (const World::PrivateSource& s : world.private_sources(f.step.entity.owner))
+            if (!f.before.has(s.read_step) && !world.source_unchanged(s.operation))
+                world.report({Problem::source_changed, world.rank_of(f.step.entity.owner),
+                              "the source of " + world.name(s.operation) + " is changed while nothing says that it was read"});
     }
 
     void include(Steps& set, std::uint32_t i) {

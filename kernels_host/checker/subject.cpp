@@ -25,8 +25,12 @@ World::Priority eager(std::vector<Entity> held) {
     };
 }
 
+// Source reads last of all, so that a source that is changed too early is read too late.
 World::Priority lazy() {
-    return [](const World&, Entity e) { return (e.unit == Entity::thread ? first_class : second_class) + earlier_first(e); };
+    return [](const World&, Entity e) {
+        const std::uint64_t kind = e.unit == Entity::thread ? first_class : e.unit == Entity::source_read ? held_class : second_class;
+        return kind + (e.unit == Entity::source_read ? earlier_first(e) >> 4 : earlier_first(e));
+    };
 }
 
 RunReport report(Subject& subject, World& world) {

@@ -503,6 +503,17 @@ void World::enabling_steps(Entity e) {
     }
 }
 
+std::vector<World::PrivateSource> World::private_sources(int thread) const {
+    std::vector<PrivateSource> out;
+    for (const std::uint32_t id : by_thread_[std::size_t(thread)])
+        if (flights_[id].source_step != no_step && operations_[id].src_offset < 0) out.push_back({id, flights_[id].source_step});
+    return out;
+}
+
+bool World::source_unchanged(std::uint32_t id) const {
+    return hash_bytes(flights_[id].src, operations_[id].bytes) == flights_[id].source_hash;
+}
+
 bool World::time_out_waiting() {
     bool any = false;
     for (std::size_t i = 0; i < threads_.size(); ++i) {

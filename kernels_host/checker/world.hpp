@@ -131,6 +131,13 @@ class World {
     void report(Problem p) { problems_.push_back(std::move(p)); }
     std::string name(std::uint32_t operation) const;
 
+    // Operations of a thread whose source, in memory that only this rank knows, was read at `step`: is it as it was then?
+    struct PrivateSource {
+        std::uint32_t operation, read_step;
+    };
+    std::vector<PrivateSource> private_sources(int thread) const;
+    bool source_unchanged(std::uint32_t operation) const;
+
   private:
     friend class CheckFabric;
     struct Thread;
