@@ -258,10 +258,15 @@ def _to_torch(buffer: Buffer) -> Any:
         return torch.empty(buffer.shape, dtype=dtype, device=buffer.device)
     if buffer.device == "cpu":
         array = _carrier(buffer)
-        return torch.from_numpy(array.copy() if buffer.readonly else array).view(dtype)
-    if buffer.device.startswith("cuda"):
-        return torch.as_tensor(_Interface(buffer), device=buffer.device).view(dtype)
-    return torch.from_dlpack(_dlpack.Exporter(buffer))
+        carrier = torch.from_numpy(array.copy() if buffer.readonly else array)
+    elif buffer.device.startswith("cuda"):
+        carrier = torch.as_tensor(_Interface(buffer), device=buffer.device)
+    else:
+        return torch.from_dlpack(_dlpack.Exporter(buffer))
+    if carrier.dtype is dtype:
+        return carrier
+    # Not carrier.view(dtype): autograd would treat the result as a view and refuse to let it be changed in place.
+    return torch.empty(0, dtype=dtype, device=buffer.device).set_(carrier.untyped_storage(), 0, buffer.shape)
 
 
 def _to_jax(buffer: Buffer) -> Any:

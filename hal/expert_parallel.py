@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hal import _validate
@@ -418,9 +418,11 @@ def _agree(bootstrap: Bootstrap, spec: ExpertParallelSpec, world_size: int, time
         completed = _validate.complete_spec(spec, world_size, timeout)
     except ContractError as error:
         refusal = str(error)
-    mine = (_validate.settings_of(completed) if completed else None, refusal)
-    gathered = bootstrap.all_gather(mine)
+    refusals = bootstrap.all_gather(refusal, "ExpertParallelSpec refused")
     if completed is None:
         raise ContractError(refusal)
-    _validate.compare_settings(gathered)
+    for rank, theirs in enumerate(refusals):
+        if theirs:
+            raise ContractError(f"rank {rank} refused its settings: {theirs}")
+    bootstrap.agree("ExpertParallelSpec", asdict(completed))
     return completed
