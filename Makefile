@@ -10,7 +10,9 @@ VENV   ?= .venv
 # The first of these that is 3.11 or newer.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-CXX    ?= c++
+ifeq ($(origin CXX),default)
+CXX    := c++
+endif
 BIN    := $(VENV)/bin
 # torch's CPU build is a fraction of its default one; where that index cannot be reached the default index serves.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
