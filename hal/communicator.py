@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communicator: ranks, teams, symmetric windows, queues and the four ordering words (docs/contract.md, section 4)."""
+"""The communicator: ranks, teams, symmetric windows, queues and the ordering words (docs/contract.md, section 4)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def connect(
 ) -> Communicator:
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
-    ``cfg`` is a :class:`~hal.config.HalConfig`, or a mapping (an OmegaConf config too) with its fields; ``settings`` are
-    fields that override it. ``run`` states this rank's place where no launcher's variables do. Collective: every rank
-    calls it with equal settings.
+    ``cfg`` is a :class:`~hal.config.HalConfig`, or a mapping (an OmegaConf config too) with its fields; ``settings``
+    are fields that override it. ``run`` states this rank's place where no launcher's variables do. Collective: every
+    rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.
@@ -88,7 +88,7 @@ class Window:
 
     @property
     def array(self) -> NDArray[Any]:
-        """This rank's part as a NumPy array of ``nbytes`` uint8; ``array.view(dtype)`` for others. CPU backends only."""
+        """This rank's part as a NumPy array of ``nbytes`` uint8; ``array.view(dtype)`` for others. CPU only."""
         buffer = self.buffer
         if buffer.device != "cpu":
             raise ContractError(f"this window is on {buffer.device}: use `hal.to_kind(window.buffer, like)`")
@@ -156,7 +156,7 @@ class Queue:
         op: SignalOp | str = SignalOp.ADD,
         order: Order | str = Order.STRONG,
     ) -> None:
-        """Add ``value`` to, or set, ``peer``'s 64-bit signal ``slot``. Strong: after every earlier operation to it here."""
+        """Add ``value`` to, or set, ``peer``'s 64-bit signal ``slot``; strong: after earlier ones on this queue."""
         comm = self._communicator
         comm._check_peer(peer)
         comm._check_slot(slot)
@@ -198,7 +198,7 @@ class Communicator:
         return self._session.profile
 
     def team(self, name: str = "world") -> Team:
-        """``"world"``: all ranks. ``"lsa"``: the ranks of this node. ``"rail"``: this rank's local index on all nodes."""
+        """``"world"``: all ranks. ``"lsa"``: those of this node. ``"rail"``: those with my local index on all nodes."""
         per_node = self.world_size // self.config.topology.nodes
         node, local = divmod(self.rank, per_node)
         members = {
@@ -220,7 +220,9 @@ class Communicator:
     def queue(self, index: int = 0) -> Queue:
         """Queue ``index`` of ``config.queues``."""
         if not 0 <= index < self._session.queues:
-            raise ContractError(f"queue must be 0 to {self._session.queues - 1}, not {index}; more by `queues` in the settings")
+            raise ContractError(
+                f"queue must be 0 to {self._session.queues - 1}, not {index}; more by `queues` in the settings"
+            )
         return Queue(self, index)
 
     def wait(self, slot: int, at_least: int, timeout: float | None = None, source: int | None = None) -> int:
@@ -257,10 +259,12 @@ class Communicator:
         return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=timeout, communicator=self)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this rank failed."""
+        """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this one failed."""
         if self._closed:
             return
         self._closed = True
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
         if error is not None and self._failure is None:
             self._session.abort(_reason(error))
         self._finalizer.detach()
@@ -323,7 +327,8 @@ def _bundled(comm: Communicator, signal: tuple[Any, ...]) -> tuple[int, int, Sig
     """A put's signal, checked before the put is sent."""
     if not isinstance(signal, tuple) or not 2 <= len(signal) <= 4:
         raise ContractError(f"signal must be (slot, value[, op[, order]]), not {signal!r}")
-    slot, value, op, order = (*signal, SignalOp.ADD, Order.STRONG)[:4] if len(signal) == 2 else (*signal, Order.STRONG)[:4]
+    defaults: tuple[Any, ...] = (SignalOp.ADD, Order.STRONG)
+    slot, value, op, order = signal + defaults[len(signal) - 2 :]
     comm._check_slot(slot)
     _check_u64("signal value", value)
     _word(Order, order, "signal order")
@@ -389,4 +394,6 @@ def _check_names(kind: Any, given: Mapping[str, Any], prefix: str = "") -> None:
 def _check_topology(config: HalConfig, world_size: int) -> None:
     nodes = config.topology.nodes
     if world_size % nodes:
-        raise ContractError(f"{world_size} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of {world_size}")
+        raise ContractError(
+            f"{world_size} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of {world_size}"
+        )

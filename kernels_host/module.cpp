@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "ep/bind_ep.hpp"
+#include "checker/bind_checker.hpp"
 #include "transport/bind_transport.hpp"
 
 namespace py = pybind11;
@@ -11,4 +12,5 @@ PYBIND11_MODULE(_engine, m) {
     m.doc() = "HAL's host engine: shared-memory transport, dispatch and combine kernels, ordering explorer.";
     hal::bind_transport(m);
     hal::bind_ep(m);
+    hal::checker::bind_checker(m);
 }
