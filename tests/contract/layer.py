@@ -108,9 +108,9 @@ def same(name: str, given: Any, wanted: Array | None) -> None:
         width = wanted.size // len(wanted) * wanted.itemsize  # nothing empty gets here
         rows = np.flatnonzero((bits(given, width) != bits(wanted, width)).any(axis=1))
         row = rows[0]
-        raise AssertionError(
-            f"{name} differs in rows {rows[:8]} of {len(wanted)}; row {row}: {given[row]} != {wanted[row]}"
-        )
+        begins = [np.ravel(array[row])[:4] for array in (given, wanted)]
+        text = f"{name} differs in rows {rows[:8]} of {len(wanted)}; row {row} begins {begins[0]}, expected {begins[1]}"
+        raise AssertionError(text)
 
 
 def bits(array: Array, width: int) -> Array:
