@@ -146,6 +146,7 @@ void bind_search(py::module_& m) {
              "scenario"_a, "profile"_a)
         .def("set_faults", [](EpSubject& s, const py::dict& faults) { s.set_faults(faults_from(faults)); }, "faults"_a)
         .def("set_track", &EpSubject::set_track, "track"_a)
+        .def("set_least_waits", &EpSubject::set_least_waits, "least"_a)
         .def(
             "set_mutation",
             [](EpSubject& s, int kind, int thread, std::uint32_t number) {

@@ -44,6 +44,7 @@ WorldConfig EpSubject::start() {
     c.faults = faults_;
     c.mutation = mutation_;
     c.track = track_;
+    c.least_waits = least_waits_;
     for (int r = 0; r < c.ranks; ++r) c.thread_rank.push_back(r);
     c.body = [this](int thread, CheckFabric& fabric) { run_rank(thread, fabric); };
     return c;

@@ -36,6 +36,7 @@ class EpSubject : public Subject {
     void set_faults(const Faults& faults) { faults_ = faults; }
     void set_mutation(std::optional<Mutation> mutation) { mutation_ = mutation; }
     void set_track(bool track) { track_ = track; }
+    void set_least_waits(bool least) { least_waits_ = least; }
 
     // Rank r's outputs of the last run, one round after the other, as bytes.
     const std::vector<std::byte>& output(int rank) const { return outputs_[std::size_t(rank)]; }
@@ -52,7 +53,7 @@ class EpSubject : public Subject {
     std::size_t window_bytes_;
     Faults faults_;
     std::optional<Mutation> mutation_;
-    bool track_ = true;
+    bool track_ = true, least_waits_ = false;
     std::vector<std::vector<std::byte>> outputs_, expected_;
     std::vector<bool> ended_;
 };

@@ -20,14 +20,17 @@ struct Entity {
 };
 
 struct Access {
-    enum Kind : std::uint8_t { read, write, add, wait } kind;
+    // add and set are signals. A wait returns the value that it sees; a least_wait the least value of the slot's history
+    // that satisfies it, so signals beyond the necessary ones do not matter to it.
+    enum Kind : std::uint8_t { read, write, add, set, wait, least_wait } kind;
     int rank;
     std::uint64_t begin, end;
+    bool looks() const { return kind == read || kind == wait || kind == least_wait; }
+    bool signals() const { return kind == add || kind == set; }
     bool overlaps(const Access& o) const { return rank == o.rank && begin < o.end && o.begin < end; }
     bool conflicts(const Access& o) const {
-        if (!overlaps(o)) return false;
-        const bool looks = kind == read || kind == wait, other_looks = o.kind == read || o.kind == wait;
-        return !(looks && other_looks) && !(kind == add && o.kind == add);
+        if (!overlaps(o) || (looks() && o.looks()) || (kind == add && o.kind == add)) return false;
+        return !(kind == least_wait && o.signals()) && !(o.kind == least_wait && signals());
     }
 };
 

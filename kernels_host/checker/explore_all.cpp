@@ -132,6 +132,7 @@ class Explorer {
         f.step = info;
         f.before = {};
         for (const std::uint32_t i : info.enabled_by) include(f.before, i);
+        if (!info.accesses.empty() && info.accesses.front().kind == Access::least_wait) need_signals(n);
         for (std::size_t i = n; i-- > 0;) {
             if (f.before.has(std::uint32_t(i)) || independent(frames_[i].step.accesses, info.accesses)) continue;
             if (reversible(i, n)) reverse(i, n);
@@ -149,6 +150,15 @@ class Explorer {
                               "the source of " + world.name(s.operation) + " is changed while nothing says that it was read"});
     }
 
+    // A least_wait comes after the signals without which it could not have run, and after no others.
+    void need_signals(std::size_t n) {
+        const Access& slot = frames_[n].step.accesses.front();
+        for (std::size_t i = n; i-- > 0;)
+            for (const Access& a : frames_[i].step.accesses)
+                if (a.signals() && a.overlaps(slot) && !frames_[n].before.has(std::uint32_t(i)) && !reversible(i, n))
+                    include(frames_[n].before, std::uint32_t(i));
+    }
+
     void include(Steps& set, std::uint32_t i) {
         set.add(i);
         set.add(frames_[i].before);
@@ -164,7 +174,7 @@ class Explorer {
             const Frame& f = frames_[k];
             if (k == i || f.before.has(std::uint32_t(i))) continue;
             for (const Access& a : f.step.accesses) {
-                if (!a.overlaps(slot) || a.kind == Access::read || a.kind == Access::wait) continue;
+                if (!a.overlaps(slot) || a.looks()) continue;
                 if (!f.step.stores || a.begin != slot.begin) return true;  // its value is not known here, so try
                 value = f.step.op == SignalOp::add ? value + f.step.value : f.step.value;
             }

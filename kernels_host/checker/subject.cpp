@@ -41,7 +41,7 @@ RunReport report(Subject& subject, World& world) {
         const Problem& p = world.problems().front();
         r.kind = kinds[p.kind];
         r.failure = "rank " + std::to_string(p.rank) + ": " + p.text;
-    } else if (!world.all_ended()) {
+    } else if (world.hangs()) {
         r.kind = "hang";
         r.failure = world.waiting_text();
     } else {

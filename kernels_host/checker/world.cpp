@@ -148,6 +148,15 @@ std::uint64_t World::slot(int rank, std::uint64_t offset) const {
     return v;
 }
 
+// What a wait returns.
+std::uint64_t World::seen(int rank, std::uint64_t offset, std::uint64_t at_least) const {
+    std::uint64_t value = slot(rank, offset);
+    if (const auto it = history_.find({rank, offset}); it != history_.end())
+        for (const std::uint64_t v : it->second)
+            if (v >= at_least) value = std::min(value, v);
+    return value;
+}
+
 World::Outstanding World::outstanding(int rank, int peer, int queue) const {
     Outstanding sum;
     for (int p = peer < 0 ? 0 : peer; p < (peer < 0 ? config_.ranks : peer + 1); ++p)
@@ -236,7 +245,11 @@ void World::run_thread(Entity e) {
         t.stalled = stalled && stalled->first == rank && t.calls >= stalled->second;
         recheck(e.owner);
     }
-    if (p.kind == Pending::write) touched(rank, p.begin, p.end);
+    if (p.kind == Pending::write) {
+        touched(rank, p.begin, p.end);
+        // A slot that is written by hand starts its history anew.
+        history_.erase(history_.lower_bound({rank, p.begin}), history_.lower_bound({rank, p.end}));
+    }
     if (p.kind == Pending::arrive)
         for (std::size_t i = 0; i < threads_.size(); ++i) recheck(int(i));
 }
@@ -378,6 +391,7 @@ void World::deliver_bytes(std::uint32_t id, std::size_t from, std::size_t bytes)
     if (op.is_signal) {
         const std::uint64_t value = (op.op == SignalOp::add ? slot(op.peer, op.dst) : 0) + op.value;
         std::memcpy(target, &value, 8);
+        if (config_.least_waits) history_[{op.peer, op.dst}].push_back(value);
     } else {
         std::memcpy(target + from, flights_[id].data.data() + from, bytes);
     }
@@ -450,9 +464,9 @@ std::vector<Access> World::footprint(Entity e) const {
         const Pending& p = threads_[e.owner]->pending;
         switch (p.kind) {
             case Pending::read: return {{Access::read, p.rank, p.begin, p.end}};
-            case Pending::write:
-            case Pending::write_at: return {{Access::write, p.rank, p.begin, p.end}};
-            case Pending::wait: return {{Access::wait, p.rank, p.begin, p.end}};
+            case Pending::write: return {{Access::write, p.rank, p.begin, p.end}};
+            case Pending::write_at: return {{p.access, p.rank, p.begin, p.end}};
+            case Pending::wait: return {{config_.least_waits ? Access::least_wait : Access::wait, p.rank, p.begin, p.end}};
             default: return {};
         }
     }
@@ -464,8 +478,8 @@ std::vector<Access> World::footprint(Entity e) const {
     const Flight& f = flights_[find(e)];
     const std::size_t step = f.pieces > 1 ? (op.bytes + f.pieces - 1) / f.pieces : op.bytes;
     const std::uint64_t from = op.dst + std::uint64_t(e.unit - Entity::piece) * step;
-    const bool adds = op.is_signal && op.op == SignalOp::add;
-    return {{adds ? Access::add : Access::write, op.peer, from, std::min(from + step, op.dst + op.bytes)}};
+    const Access::Kind kind = !op.is_signal ? Access::write : op.op == SignalOp::add ? Access::add : Access::set;
+    return {{kind, op.peer, from, std::min(from + step, op.dst + op.bytes)}};
 }
 
 // Steps that this one could not have run without, for the happens-before relation of a schedule.
@@ -532,6 +546,10 @@ bool World::time_out_waiting() {
         }
     }
     return any;
+}
+
+bool World::hangs() const {
+    return std::any_of(threads_.begin(), threads_.end(), [](const auto& t) { return !t->ended && !t->stalled; });
 }
 
 std::string World::waiting_text() const {

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -61,6 +62,7 @@ struct WorldConfig {
     std::optional<Mutation> mutation;
     bool track = true;             // step numbers of operations, for partial-order reduction
     bool log = false;
+    bool least_waits = false;      // see Access::least_wait
 };
 
 enum class Primitive : std::uint8_t { put, signal, wait, quiet };
@@ -117,6 +119,7 @@ class World {
     // With nothing ready: true if every thread has ended. Else each waiting thread gets its PeerTimeout (once), which may
     // make something ready again.
     bool all_ended() const { return ended_ == threads_.size(); }
+    bool hangs() const;  // some thread that no fault has stopped has not ended
     bool time_out_waiting();
     std::string waiting_text() const;
 
@@ -152,6 +155,7 @@ class World {
         std::uint64_t begin = 0, end = 0, at_least = 0;
         int source = -1, queue = -1, peer = -1, thread_scope = -1;
         bool remote = true;
+        Access::Kind access = Access::write;  // write_at
         const char* stage = "";
     };
 
@@ -175,6 +179,7 @@ class World {
     void touched(int rank, std::uint64_t begin, std::uint64_t end);
     void enabling_steps(Entity e);
     std::uint64_t slot(int rank, std::uint64_t offset) const;
+    std::uint64_t seen(int rank, std::uint64_t offset, std::uint64_t at_least) const;
     Group& group_of(const Operation& op);
     std::uint32_t find(Entity e) const { return by_thread_[e.owner][e.operation]; }
     bool lost(const Operation& op) const;
@@ -206,6 +211,7 @@ class World {
     std::size_t ended_ = 0;
     int arrived_ = 0;
     std::vector<std::uint32_t> arrive_steps_;
+    std::map<std::pair<int, std::uint64_t>, std::vector<std::uint64_t>> history_;  // (rank, slot): values; least_waits
     bool abandoning_ = false;
 };
 
