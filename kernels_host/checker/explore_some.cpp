@@ -2,6 +2,7 @@
 // Bounded and random searches, and the shrinking of what they find.
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <random>
 
 #include "checker/explore.hpp"
@@ -97,10 +98,9 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
         const std::uint64_t salt = random();
         std::vector<std::uint64_t> changes;
         for (int d = 1; d < depth; ++d) changes.push_back(random() % std::max<std::uint64_t>(length, 1));
-        std::vector<std::pair<Entity, std::uint64_t>> lowered;
+        std::map<Entity, std::uint64_t> lowered;
         const auto priority = [&](const World&, Entity e) {
-            for (const auto& [entity, p] : lowered)
-                if (entity == e) return p;
+            if (const auto it = lowered.find(e); it != lowered.end()) return it->second;
             const std::uint64_t id = (std::uint64_t(e.owner) << 40) | (std::uint64_t(e.operation) << 8) | e.unit;
             return mix(salt ^ (id + 1)) | (std::uint64_t{1} << 63);
         };
@@ -113,7 +113,7 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
                 const auto low = std::uint64_t(change - changes.begin()) + 1;
                 *change = ~std::uint64_t{0};
                 world.set_priority(e, low);
-                lowered.emplace_back(e, low);
+                lowered[e] = low;
                 continue;
             }
             path.push_back(e);
