@@ -34,6 +34,8 @@ class Scenario:
     in_flight: int = 1
     """Dispatches before the first combine."""
     combines: int = 1
+    halves: bool = False
+    """A combine is received only when the next was sent."""
     reuse_handle: bool = False
     weights_back: bool = False
     queues: int = 2
@@ -63,9 +65,7 @@ class Scenario:
         """Global expert ids of a rank's tokens, row by row."""
         experts = 2 * self.ranks
         return [
-            (rank * 7 + t * 5 + j * self.spread) % experts
-            for t in range(self.tokens[rank])
-            for j in range(self.top_k)
+            (rank * 7 + t * 5 + j * self.spread) % experts for t in range(self.tokens[rank]) for j in range(self.top_k)
         ]
 
     def describe(self) -> str:
@@ -78,6 +78,7 @@ class Scenario:
         parts += [f"{self.rounds} rounds, layout {self.layout}"]
         parts += [f"{self.in_flight} dispatches in flight"] if self.in_flight > 1 else []
         parts += [f"{self.combines} combines each"] if self.combines > 1 else []
+        parts += ["halves overlapped"] if self.halves else []
         parts += ["handle reused"] if self.reuse_handle else []
         parts += ["weights carried back"] if self.weights_back else []
         parts += [f"pieces of {self.piece_bytes} B"] if self.piece_bytes else []
@@ -92,6 +93,7 @@ class Scenario:
             "rounds": self.rounds,
             "in_flight": self.in_flight,
             "combines": self.combines,
+            "halves": self.halves,
             "reuse_handle": self.reuse_handle,
             "weights_back": self.weights_back,
             "tokens": list(self.tokens),
@@ -162,7 +164,7 @@ def check(
     if search == "races":
         return _races(scenario, prof, what)
     if search == "all":
-        found = _every_schedule(what, max_runs, max_seconds)
+        found = every_schedule(what, max_runs, max_seconds)
     elif search == "delays":
         found = native_.explore_delays(what, delays, max_runs, max_seconds, True)
     elif search == "random":
@@ -186,13 +188,13 @@ def check(
 _EXACT_RUNS = 100
 
 
-def _every_schedule(what: Any, max_runs: int, max_seconds: float) -> dict[str, Any]:
+def every_schedule(what: Any, max_runs: int, max_seconds: float, exact_runs: int = _EXACT_RUNS) -> dict[str, Any]:
     """The exhaustive search. Where a rank can run ahead, a wait may return this round's value or any later one, which
     multiplies the schedules; then they are searched with waits that return the least value that satisfies them, and what
     later values do is left to the schedules with one entity delayed."""
     engine = native()
-    found: dict[str, Any] = engine.explore_all(what, min(_EXACT_RUNS, max_runs), max_seconds, True)
-    if found["kind"] or found["exhaustive"] or max_runs <= _EXACT_RUNS:
+    found: dict[str, Any] = engine.explore_all(what, min(exact_runs, max_runs), max_seconds, True)
+    if found["kind"] or found["exhaustive"] or max_runs <= exact_runs:
         return found
     what.set_least_waits(True)
     least: dict[str, Any] = engine.explore_all(what, max_runs, max_seconds, True)
@@ -228,7 +230,8 @@ def small(schedule: str, completion: str, layout: str = "rank") -> Iterator[Scen
     yield replace(base, tokens=(0, *(3,) * (ranks - 1)), rounds=4, spread=2)
     yield replace(base, tokens=(5, *(1,) * (ranks - 1)), top_k=1, rounds=3, piece_bytes=8)
     yield replace(base, rounds=4, in_flight=2, weights_back=True)
-    yield replace(base, rounds=3, reuse_handle=True, combines=3)
+    yield replace(base, rounds=2, reuse_handle=True, combines=2)
+    yield replace(base, rounds=1, combines=4, halves=True)
     if schedule != "hierarchical":
         yield replace(base, ranks=2, tokens=(6, 3), rounds=3, combines=2)
 

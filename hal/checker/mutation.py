@@ -59,7 +59,8 @@ def suite(schedule: str, completion: str) -> list[ep.Scenario]:
     return [
         base,
         replace(base, tokens=(2, *(3,) * (ranks - 1)), rounds=4, in_flight=2, weights_back=True, spread=2),
-        replace(base, tokens=(2, *(4,) * (ranks - 1)), rounds=2, combines=3, reuse_handle=True),
+        replace(base, tokens=(2, *(4,) * (ranks - 1)), rounds=2, combines=2, reuse_handle=True),
+        replace(base, tokens=(3,) * ranks, rounds=1, combines=4, halves=True),
         replace(base, layout="expert", tokens=(4, *(2,) * (ranks - 1)), rounds=3),
     ]
 
@@ -114,27 +115,37 @@ def run(schedules: Sequence[str] = ep.SCHEDULES, completions: Sequence[str] = ep
     return result
 
 
+PLACES = 4
+"""Calls of one class that are mutated in one scenario: the first, the last, and others evenly between."""
+
+
 def _mutants(scenario: ep.Scenario, rank: int) -> Iterator[tuple[MutantClass, str]]:
-    prof = profile(PROFILE)
-    what = ep.subject(scenario, prof)
+    what = ep.subject(scenario, profile(PROFILE))
     region = _regions(scenario)
     protocol = f"{scenario.schedule}/{scenario.completion}"
+    places: dict[MutantClass, list[int]] = defaultdict(list)
     for call in native().run(what, "eager")["calls"]:
-        if call["thread"] != rank:
-            continue
-        for change in changes(call):
-            what.set_mutation(KINDS.index(change), rank, call["number"])
-            yield MutantClass(protocol, call["primitive"], _role(region, call), change), killed_by(scenario, what)
+        if call["thread"] == rank:
+            for change in changes(call):
+                places[MutantClass(protocol, call["primitive"], _role(region, call), change)].append(call["number"])
+    for kind, numbers in places.items():
+        for number in _spread(numbers):
+            what.set_mutation(KINDS.index(kind.change), rank, number)
+            yield kind, killed_by(scenario, what)
     what.set_mutation(-1)
+
+
+def _spread(numbers: Sequence[int]) -> list[int]:
+    last = len(numbers) - 1
+    return sorted({numbers[round(i * last / (PLACES - 1))] for i in range(PLACES)})
 
 
 def killed_by(scenario: ep.Scenario, what: Any) -> str:
     """What notices the mutant: a failure's kind, ``race``, or nothing (proved in this scenario); ``open`` if undecided."""
-    engine = native()
-    races = engine.find_races(what, 1)
+    races = native().find_races(what, 1)
     if races["kind"]:
         return str(races["kind"])
     if races["races"]:
         return "race"
-    found = engine.explore_all(what, 400, 2.0, True)
+    found = ep.every_schedule(what, 2000, 3.0, exact_runs=20)
     return str(found["kind"]) or ("" if found["exhaustive"] else "open")

@@ -73,6 +73,7 @@ EpScenario scenario_from(const py::dict& d) {
     s.rounds = d["rounds"].cast<int>();
     s.in_flight = d["in_flight"].cast<int>();
     s.combines = d["combines"].cast<int>();
+    s.halves = d["halves"].cast<bool>();
     s.reuse_handle = d["reuse_handle"].cast<bool>();
     s.weights_back = d["weights_back"].cast<bool>();
     s.tokens = d["tokens"].cast<std::vector<std::int32_t>>();

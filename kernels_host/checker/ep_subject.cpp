@@ -2,6 +2,7 @@
 #include "checker/ep_subject.hpp"
 
 #include <cstring>
+#include <deque>
 
 #include "checker/check_fabric.hpp"
 #include "ep/kernels.hpp"
@@ -68,15 +69,14 @@ class RankRun {
                 dispatch(batches[std::size_t(i)], r + i, s_.reuse_handle ? first.get() : nullptr);
                 if (!first) first = batches[std::size_t(i)].round.state;
             }
-            for (Batch& b : batches)
-                for (int c = 0; c < s_.combines; ++c) combine(b, c);
+            for (Batch& b : batches) combines(b);
         }
     }
 
   private:
     struct Batch {
         ep::DispatchRound round;
-        std::vector<float> x, rows, back, weights, y, y_weights;
+        std::vector<float> x, rows, weights;
         std::vector<std::int32_t> idx, per_expert;
         std::vector<std::int64_t> offsets;
     };
@@ -108,29 +108,49 @@ class RankRun {
                                          sh.layout == Layout::expert ? b.offsets.data() : nullptr});
         std::fill(b.x.begin(), b.x.end(), -3.0F);
         // The expert: this rank's own multiple of each row, so a row that went astray shows.
-        b.back.resize(rows * width_);
-        if (rows) std::memcpy(b.back.data(), f_.read(kernels_.received_x(b.round), rows * width_ * 4), rows * width_ * 4);
-        keep(out_, b.back);
+        b.rows.resize(rows * width_);
+        if (rows) std::memcpy(b.rows.data(), f_.read(kernels_.received_x(b.round), rows * width_ * 4), rows * width_ * 4);
+        keep(out_, b.rows);
         keep(out_, b.idx);
         keep(out_, b.weights);
         keep(out_, b.per_expert);
-        b.rows = b.back;
     }
 
-    void combine(Batch& b, int again) {
-        const EpShape& sh = s_.shape;
-        for (std::size_t i = 0; i < b.back.size(); ++i) b.back[i] = b.rows[i] * float(rank_ + 2) + float(again);
-        b.y.assign(std::size_t(tokens_) * width_, 77.0F);
-        b.y_weights.assign(std::size_t(tokens_) * std::size_t(sh.top_k), 77.0F);
-        ep::CombineRound round = kernels_.combine_send(
-            {reinterpret_cast<const std::byte*>(b.back.data()), s_.weights_back ? b.weights.data() : nullptr, false}, b.round.state);
-        if (free_after_send()) {
-            std::fill(b.back.begin(), b.back.end(), -1.0F);
+    struct Combine {
+        ep::CombineRound round;
+        std::vector<float> back, weights;
+    };
+
+    void combines(Batch& b) {
+        std::deque<Combine> open;
+        for (int c = 0; c < s_.combines; ++c) {
+            send(open.emplace_back(), b, c);
+            if (!s_.halves || int(open.size()) == s_.shape.num_buffers) {
+                receive(open.front());
+                open.pop_front();
+            }
         }
-        kernels_.combine_recv(round, nullptr, 0, {b.y.data(), s_.weights_back ? b.y_weights.data() : nullptr});
-        std::fill(b.back.begin(), b.back.end(), -2.0F);
-        keep(out_, b.y);
-        if (s_.weights_back) keep(out_, b.y_weights);
+        for (; !open.empty(); open.pop_front()) receive(open.front());
+    }
+
+    void send(Combine& c, const Batch& b, int again) {
+        c.back.resize(b.rows.size());
+        for (std::size_t i = 0; i < c.back.size(); ++i) c.back[i] = b.rows[i] * float(rank_ + 2) + float(again);
+        c.weights = b.weights;
+        c.round = kernels_.combine_send(
+            {reinterpret_cast<const std::byte*>(c.back.data()), s_.weights_back ? c.weights.data() : nullptr, false}, b.round.state);
+        if (free_after_send()) {
+            std::fill(c.back.begin(), c.back.end(), -1.0F);
+            std::fill(c.weights.begin(), c.weights.end(), -1.0F);
+        }
+    }
+
+    void receive(Combine& c) {
+        std::vector<float> y(std::size_t(tokens_) * width_, 77.0F), weights(std::size_t(tokens_) * std::size_t(s_.shape.top_k), 77.0F);
+        kernels_.combine_recv(c.round, nullptr, 0, {y.data(), s_.weights_back ? weights.data() : nullptr});
+        std::fill(c.back.begin(), c.back.end(), -2.0F);
+        keep(out_, y);
+        if (s_.weights_back) keep(out_, weights);
     }
 
     const EpScenario& s_;

@@ -16,6 +16,7 @@ struct EpScenario {
     int rounds = 1;
     int in_flight = 1;          // dispatches before the first combine
     int combines = 1;           // of each dispatch, one after the other
+    bool halves = false;        // a combine is received only when the next was sent (of one dispatch)
     bool reuse_handle = false;  // rounds after the first reuse its handle
     bool weights_back = false;  // combine carries weights home
     std::vector<std::int32_t> tokens;                // of each rank

@@ -193,8 +193,6 @@ class Pass {
                 open.emplace_back(id, value);
         };
         for (std::size_t i = 0; i < slot.signals.size(); ++i) consider(slot.signals[i], slot.values[i]);
-        if (const auto it = late_.find(index); it != late_.end())
-            for (const std::uint32_t id : it->second) consider(id, ops_[id].is_signal ? ops_[id].value : e.value);
         std::set<std::uint32_t> out;
         if (base >= e.value) return out;
         for (const auto& [s, v] : open) {
@@ -203,6 +201,12 @@ class Pass {
                 if (other == s || after_operation(other, s, false)) continue;
                 without = adds(other) ? without + value : std::max(without, value);
             }
+            // Those of an earlier pass come after none of the signals that it took for necessary.
+            if (const auto it = late_.find(index); it != late_.end())
+                for (const std::uint32_t id : it->second) {
+                    const std::uint64_t value = ops_[id].is_signal ? ops_[id].value : e.value;
+                    without = adds(id) ? without + value : std::max(without, value);
+                }
             if (without < e.value) out.insert(s);
         }
         return out;
