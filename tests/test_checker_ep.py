@@ -67,7 +67,7 @@ def test_a_broken_kernel_is_caught(completion: str, mutant: tuple[str, int, str]
     for call in calls:
         if call["thread"] == 0 and call["primitive"] == primitive and call["order"] == order:
             subject.set_mutation(mutation.KINDS.index(change), 0, call["number"])
-            caught.add(mutation.killed_by(scenario, subject))
+            caught.add(mutation.killed_by(subject))
     assert caught & kinds, caught
 
 

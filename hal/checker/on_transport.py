@@ -167,10 +167,10 @@ class _Runner:
             case Write(dst, value):
                 self.words[self._word(dst)] = self.registers[value] if isinstance(value, str) else value
             case Read(register, source):
-                slot = source.window in self.slots
-                self.registers[register] = int(
-                    self.comm.read_signal(self._slot(source)) if slot else self.words[self._word(source)]
-                )
+                if source.window in self.slots:
+                    self.registers[register] = int(self.comm.read_signal(self._slot(source)))
+                else:
+                    self.registers[register] = int(self.words[self._word(source)])
 
     def _put(self, put: Put) -> None:
         if put.source is not None:

@@ -6,7 +6,7 @@ hal check ep --schedule direct --completion strong_last --profile udma
 hal check ep --search races --ranks 64 --tokens 256
 hal check ep --search random --ranks 16 --tokens 8 --runs 200 --seed 7
 hal check ep --faults --profile udma
-hal check ep --schedule direct --completion strong_signal --break signal:strong:-1=weaken --svg broken.svg
+hal check ep --schedule direct --completion strong_signal --break signal:strong:last=weaken --svg broken.svg
 hal check ep --replay 'hold 0.7w' --schedule direct --completion strong_signal --profile udma
 hal check mutation --out docs/mutation.md
 """
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seconds", type=float, default=30.0, help="bound of each search")
     parser.add_argument("--faults", action="store_true", help="lost and late operations, stopped ranks, tiny rings")
     parser.add_argument(
-        "--break", dest="mutant", help="PRIMITIVE[:ORDER]:N=CHANGE, for example signal:strong:-1=weaken"
+        "--break", dest="mutant", help="PRIMITIVE[:ORDER]:N=CHANGE, for example signal:strong:last=weaken"
     )
     parser.add_argument("--replay", help="run one schedule (as printed with a failure) and draw it")
     parser.add_argument("--svg", type=Path, help="draw the failing schedule into this file")
@@ -150,13 +150,19 @@ def _one(args: argparse.Namespace) -> int:
     prof = profile((args.profile or ["udma"])[0])
     scenario = next(iter(ep.small(schedule, completion, (args.layout or ["rank"])[0])))
     subject = ep.subject(scenario, prof)
-    if args.mutant:
-        _break(subject, args.mutant)
+    numbers, kind = _mutants(subject, args.mutant) if args.mutant else ([], 0)
     if args.replay:
+        if numbers:
+            subject.set_mutation(kind, 0, numbers[0])
         return 1 if _draw(subject, args.replay, scenario.ranks, args) else 0
-    v = ep.check(scenario, prof, search=args.search, max_seconds=args.max_seconds, on=subject)
-    print(v.line())
-    if v.right:
+    v: ep.EpVerdict | None = None
+    for number in numbers:
+        subject.set_mutation(kind, 0, number)
+        v = ep.check(scenario, prof, search=args.search, max_seconds=args.max_seconds, on=subject)
+        print(f"rank 0's call {number}: {args.mutant}\n{v.line()}")
+        if not v.right:
+            break
+    if v is None or v.right:
         print("the mutant is not noticed in this scenario: redundant there (docs/mutation.md)")
         return 0
     print(f"  {v.failure}")
@@ -166,7 +172,8 @@ def _one(args: argparse.Namespace) -> int:
     return 1
 
 
-def _break(subject: Any, text: str) -> None:
+def _mutants(subject: Any, text: str) -> tuple[list[int], int]:
+    """Numbers of rank 0's calls that the text names, and the kind of the change. ``last``: all, from the last backwards."""
     from hal.checker.engine import native
     from hal.checker.mutation import KINDS
 
@@ -178,13 +185,15 @@ def _break(subject: Any, text: str) -> None:
     calls = [c for c in native().run(subject, "eager")["calls"] if c["thread"] == 0 and c["primitive"] == primitive]
     if len(rest) == 2:
         calls = [c for c in calls if c["order"] == orders.get(rest[0], -1)]
+    numbers = [c["number"] for c in calls]
+    if rest[-1] == "last" and numbers:
+        return numbers[::-1], KINDS.index(change)
     try:
-        call = calls[int(rest[-1])]
+        return [numbers[int(rest[-1])]], KINDS.index(change)
     except (IndexError, ValueError):
         raise ContractError(
-            f"'{text}': rank 0 makes {len(calls)} such calls; N is 0 … {len(calls) - 1}, or negative"
+            f"'{text}': rank 0 makes {len(calls)} such calls; N is 0 … {len(calls) - 1}, or last"
         ) from None
-    subject.set_mutation(KINDS.index(change), 0, call["number"])
 
 
 def _faults(args: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, default=1000, help="with --backend: how often (default 1000)")
     parser.add_argument("--diagram", action="store_true", help="run: draw the schedule of an allowed bad outcome")
     parser.add_argument("--svg", type=Path, help="run: draw it into this file")
+    parser.add_argument("--markdown", action="store_true", help="run: the verdicts as a table for docs/portability.md")
     parser.add_argument("--max-states", type=int, help="run: stop a search after so many states")
 
 
@@ -74,6 +75,8 @@ def _in_model(programs: Sequence[Any], args: argparse.Namespace) -> int:
     from hal.ordering import PROFILES, profile
 
     profiles = [profile(name).name for name in args.profile or PROFILES]
+    if args.markdown:
+        return _markdown(programs, profiles)
     limit = args.max_states or litmus.MAX_STATES
     started = time.monotonic()
     longest = max(len(p.name) for p in programs)
@@ -102,6 +105,15 @@ def _in_model(programs: Sequence[Any], args: argparse.Namespace) -> int:
     for v in wrong:
         print(f"{v.program.name} under {v.profile.name}: {v.code}, expected {v.expected}; {v.reason} [{v.bound}]")
     return 1 if wrong else 0
+
+
+def _markdown(programs: Sequence[Any], profiles: Sequence[str]) -> int:
+    from hal.checker import litmus
+
+    print(f"| program | {' | '.join(profiles)} |\n|---|{'---|' * len(profiles)}")
+    for program in programs:
+        print(f"| `{program.name}` | {' | '.join(litmus.run(program, name).code for name in profiles)} |")
+    return 0
 
 
 def _draw(verdicts: Sequence[Any], args: argparse.Namespace) -> None:

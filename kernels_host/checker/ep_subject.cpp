@@ -25,6 +25,7 @@ EpSubject::EpSubject(EpScenario scenario, const Profile& profile)
     Profile sc;
     sc.at_issue = sc.source_read_at_issue = sc.origin_scope = sc.none_is_relaxed = true;
     EpSubject yardstick(*this, sc);
+    yardstick.track_ = false;
     const RunReport r = run(yardstick, {});
     if (r.failed()) throw std::invalid_argument("the scenario fails under sc: " + r.failure);
     expected_ = yardstick.outputs_;
