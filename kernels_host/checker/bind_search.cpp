@@ -15,7 +15,9 @@ using namespace py::literals;
 namespace hal::checker {
 namespace {
 
-py::dict dict_from(const RunReport& r) { return py::dict("failure"_a = r.failure, "kind"_a = r.kind, "steps"_a = r.steps); }
+py::dict dict_from(const RunReport& r) {
+    return py::dict("failure"_a = r.failure, "kind"_a = r.kind, "steps"_a = r.steps);
+}
 
 py::dict dict_from(const SearchResult& r) {
     py::dict d = dict_from(r.failure);
@@ -31,15 +33,16 @@ py::dict dict_from(const SearchResult& r) {
 }
 
 const char* name_of(What w) {
-    static const char* names[] = {"read", "write", "issue", "source_read", "deliver", "wait", "quiet", "arrive", "pass", "end"};
+    static const char* names[] = {"read", "write", "issue",  "source_read", "deliver",
+                                  "wait", "quiet", "arrive", "pass",        "end"};
     return names[int(w)];
 }
 
 py::list events_of(const World& w) {
     py::list out;
     for (const Event& e : w.log()) {
-        py::dict d("what"_a = name_of(e.what), "thread"_a = e.thread, "rank"_a = e.rank, "begin"_a = e.begin, "end"_a = e.end,
-                   "value"_a = e.value, "stage"_a = e.stage ? e.stage : "");
+        py::dict d("what"_a = name_of(e.what), "thread"_a = e.thread, "rank"_a = e.rank, "begin"_a = e.begin,
+                   "end"_a = e.end, "value"_a = e.value, "stage"_a = e.stage ? e.stage : "");
         if (e.what == What::issue || e.what == What::source_read || e.what == What::deliver) {
             const Operation& op = w.operations()[e.operation];
             d["operation"] = e.operation;
@@ -64,7 +67,9 @@ py::list calls_of(const World& w) {
     return out;
 }
 
-SearchLimits limits_from(std::uint64_t max_runs, double max_seconds, bool stop) { return {max_runs, max_seconds, stop}; }
+SearchLimits limits_from(std::uint64_t max_runs, double max_seconds, bool stop) {
+    return {max_runs, max_seconds, stop};
+}
 
 EpScenario scenario_from(const py::dict& d) {
     EpScenario s;
@@ -137,7 +142,8 @@ void bind_search(py::module_& m) {
     py::class_<Subject>(m, "Subject", "Something to check; made by LitmusSubject or EpSubject.");
     py::class_<LitmusSubject, Subject>(m, "LitmusSubject")
         .def(py::init([](const py::dict& program, const py::dict& profile, const py::dict& faults) {
-                 return std::make_unique<LitmusSubject>(source_from(program), profile_from(profile), faults_from(faults));
+                 return std::make_unique<LitmusSubject>(source_from(program), profile_from(profile),
+                                                        faults_from(faults));
              }),
              "program"_a, "profile"_a, "faults"_a = py::dict());
     py::class_<EpSubject, Subject>(m, "EpSubject")
@@ -145,43 +151,60 @@ void bind_search(py::module_& m) {
                  return std::make_unique<EpSubject>(scenario_from(scenario), profile_from(profile));
              }),
              "scenario"_a, "profile"_a)
-        .def("set_faults", [](EpSubject& s, const py::dict& faults) { s.set_faults(faults_from(faults)); }, "faults"_a)
+        .def(
+            "set_faults", [](EpSubject& s, const py::dict& faults) { s.set_faults(faults_from(faults)); }, "faults"_a)
         .def("set_track", &EpSubject::set_track, "track"_a)
         .def("set_least_waits", &EpSubject::set_least_waits, "least"_a)
         .def(
             "set_mutation",
             [](EpSubject& s, int kind, int thread, std::uint32_t number) {
                 s.set_mutation(kind < 0 ? std::nullopt
-                                        : std::optional(Mutation{static_cast<Mutation::Kind>(kind), std::uint16_t(thread), number}));
+                                        : std::optional(Mutation{static_cast<Mutation::Kind>(kind),
+                                                                 std::uint16_t(thread), number}));
             },
             "kind"_a, "thread"_a = 0, "number"_a = 0)
         .def("ended", &EpSubject::ended, "rank"_a)
-        .def("output", [](const EpSubject& s, int rank) {
-            const auto& o = s.output(rank);
-            return py::bytes(reinterpret_cast<const char*>(o.data()), o.size());
-        }, "rank"_a);
-    m.def("explore_all", [](Subject& s, std::uint64_t max_runs, double max_seconds, bool stop) {
-        py::gil_scoped_release unlocked;
-        SearchResult r = explore_all(s, limits_from(max_runs, max_seconds, stop));
-        py::gil_scoped_acquire locked;
-        return dict_from(r);
-    }, "subject"_a, "max_runs"_a, "max_seconds"_a, "stop_at_failure"_a);
-    m.def("explore_delays", [](Subject& s, int bound, std::uint64_t max_runs, double max_seconds, bool stop) {
-        py::gil_scoped_release unlocked;
-        SearchResult r = explore_delays(s, bound, limits_from(max_runs, max_seconds, stop));
-        py::gil_scoped_acquire locked;
-        return dict_from(r);
-    }, "subject"_a, "bound"_a, "max_runs"_a, "max_seconds"_a, "stop_at_failure"_a);
-    m.def("explore_random", [](Subject& s, std::uint64_t seed, std::uint64_t runs, int depth, double max_seconds, bool stop) {
-        py::gil_scoped_release unlocked;
-        SearchResult r = explore_random(s, seed, runs, depth, limits_from(runs, max_seconds, stop));
-        py::gil_scoped_acquire locked;
-        return dict_from(r);
-    }, "subject"_a, "seed"_a, "runs"_a, "depth"_a, "max_seconds"_a, "stop_at_failure"_a);
-    m.def("shrink", [](Subject& s, const std::string& schedule, const std::string& kind) {
-        py::gil_scoped_release unlocked;
-        return to_text(shrink(s, schedule_from(schedule), kind));
-    }, "subject"_a, "schedule"_a, "kind"_a);
+        .def(
+            "output",
+            [](const EpSubject& s, int rank) {
+                const auto& o = s.output(rank);
+                return py::bytes(reinterpret_cast<const char*>(o.data()), o.size());
+            },
+            "rank"_a);
+    m.def(
+        "explore_all",
+        [](Subject& s, std::uint64_t max_runs, double max_seconds, bool stop) {
+            py::gil_scoped_release unlocked;
+            SearchResult r = explore_all(s, limits_from(max_runs, max_seconds, stop));
+            py::gil_scoped_acquire locked;
+            return dict_from(r);
+        },
+        "subject"_a, "max_runs"_a, "max_seconds"_a, "stop_at_failure"_a);
+    m.def(
+        "explore_delays",
+        [](Subject& s, int bound, std::uint64_t max_runs, double max_seconds, bool stop) {
+            py::gil_scoped_release unlocked;
+            SearchResult r = explore_delays(s, bound, limits_from(max_runs, max_seconds, stop));
+            py::gil_scoped_acquire locked;
+            return dict_from(r);
+        },
+        "subject"_a, "bound"_a, "max_runs"_a, "max_seconds"_a, "stop_at_failure"_a);
+    m.def(
+        "explore_random",
+        [](Subject& s, std::uint64_t seed, std::uint64_t runs, int depth, double max_seconds, bool stop) {
+            py::gil_scoped_release unlocked;
+            SearchResult r = explore_random(s, seed, runs, depth, limits_from(runs, max_seconds, stop));
+            py::gil_scoped_acquire locked;
+            return dict_from(r);
+        },
+        "subject"_a, "seed"_a, "runs"_a, "depth"_a, "max_seconds"_a, "stop_at_failure"_a);
+    m.def(
+        "shrink",
+        [](Subject& s, const std::string& schedule, const std::string& kind) {
+            py::gil_scoped_release unlocked;
+            return to_text(shrink(s, schedule_from(schedule), kind));
+        },
+        "subject"_a, "schedule"_a, "kind"_a);
     m.def("run", &one_run, "subject"_a, "schedule"_a, "events"_a = false);
     m.def("find_races", &races, "subject"_a, "max_races"_a = 20);
 }

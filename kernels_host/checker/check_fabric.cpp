@@ -43,12 +43,23 @@ bool CheckFabric::mutate(Call& call) {
         case Mutation::weaken:
             call.order = call.order == Order::strong ? Order::relaxed : Order::none;
             return true;
-        case Mutation::remove: return false;
-        case Mutation::to_source: call.remote = false; return true;
-        case Mutation::value_up: ++call.value; return true;
-        case Mutation::value_down: --call.value; return true;
-        case Mutation::offset_up: call.offset += call.primitive == Primitive::put ? 16 : 64; return true;
-        case Mutation::other_queue: call.queue = (call.queue + 1) % queues(); return true;
+        case Mutation::remove:
+            return false;
+        case Mutation::to_source:
+            call.remote = false;
+            return true;
+        case Mutation::value_up:
+            ++call.value;
+            return true;
+        case Mutation::value_down:
+            --call.value;
+            return true;
+        case Mutation::offset_up:
+            call.offset += call.primitive == Primitive::put ? 16 : 64;
+            return true;
+        case Mutation::other_queue:
+            call.queue = (call.queue + 1) % queues();
+            return true;
     }
     return true;
 }
@@ -158,8 +169,8 @@ void CheckFabric::signal(int queue, int peer, std::size_t slot, std::uint64_t va
     raise(call.queue, peer, call.offset, call.value, op, call.order, built ? Order::relaxed : acts, -1);
 }
 
-void CheckFabric::put_with_signal(int queue, int peer, std::size_t dst, const void* src, std::size_t nbytes, Order order,
-                                  std::size_t slot, std::uint64_t value, SignalOp op, Order signal_order) {
+void CheckFabric::put_with_signal(int queue, int peer, std::size_t dst, const void* src, std::size_t nbytes,
+                                  Order order, std::size_t slot, std::uint64_t value, SignalOp op, Order signal_order) {
     const Profile& p = w_.config_.profile;
     const Order acts = p.signal_order(signal_order, true);
     const bool built_put = order == Order::strong && p.build_strong_put;
@@ -168,7 +179,8 @@ void CheckFabric::put_with_signal(int queue, int peer, std::size_t dst, const vo
     look_at_source(src, nbytes);
     const std::uint32_t payload =
         send(queue, peer, dst, src, nbytes, order, built_put ? Order::relaxed : p.put_order(order));
-    if (p.at_issue || peer == rank_) before_issue(peer, queue, slot, 8, false, op == SignalOp::add ? Access::add : Access::set);
+    if (p.at_issue || peer == rank_)
+        before_issue(peer, queue, slot, 8, false, op == SignalOp::add ? Access::add : Access::set);
     raise(queue, peer, slot, value, op, signal_order, built_signal ? Order::relaxed : acts, std::int32_t(payload));
 }
 

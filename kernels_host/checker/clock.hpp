@@ -15,9 +15,9 @@ using Counts = std::vector<std::uint32_t>;
 using Row = std::shared_ptr<const Counts>;
 
 struct Clock {
-    std::vector<std::uint32_t> times;  // of every thread
-    std::vector<Row> rows;             // of every origin thread; null = nothing known
-    std::vector<std::uint32_t> single; // operations known complete one by one (weak signals), sorted
+    std::vector<std::uint32_t> times;   // of every thread
+    std::vector<Row> rows;              // of every origin thread; null = nothing known
+    std::vector<std::uint32_t> single;  // operations known complete one by one (weak signals), sorted
 
     explicit Clock(std::size_t threads) : times(threads), rows(threads) {}
 

@@ -11,7 +11,8 @@
 namespace hal::checker {
 namespace {
 
-template <class T> void keep(std::vector<std::byte>& out, const std::vector<T>& v) {
+template <class T>
+void keep(std::vector<std::byte>& out, const std::vector<T>& v) {
     const auto* p = reinterpret_cast<const std::byte*>(v.data());
     out.insert(out.end(), p, p + v.size() * sizeof(T));
 }
@@ -91,12 +92,17 @@ class RankRun {
         b.x.resize(std::size_t(tokens_) * width_);
         for (std::size_t i = 0; i < b.x.size(); ++i) b.x[i] = float(1 + number * 1000 + rank_ * 100) + float(i);
         std::vector<float> weights(std::size_t(tokens_) * k);
-        for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = 0.5F + float(i + std::size_t(number) + std::size_t(rank_));
+        for (std::size_t i = 0; i < weights.size(); ++i)
+            weights[i] = 0.5F + float(i + std::size_t(number) + std::size_t(rank_));
         std::vector<std::int32_t> ids = s_.topk_idx[std::size_t(rank_)];
         for (std::int32_t& id : ids)
             if (id >= 0) id = (id + number) % sh.num_experts;
-        const ep::DispatchInput in{reinterpret_cast<const std::byte*>(b.x.data()), tokens_, reused ? nullptr : ids.data(), false,
-                                   weights.data(), nullptr};
+        const ep::DispatchInput in{reinterpret_cast<const std::byte*>(b.x.data()),
+                                   tokens_,
+                                   reused ? nullptr : ids.data(),
+                                   false,
+                                   weights.data(),
+                                   nullptr};
         b.round = kernels_.dispatch_send(std::uint32_t(number % sh.num_buffers), in, reused);
         std::fill(weights.begin(), weights.end(), -1.0F);
         if (free_after_send()) std::fill(b.x.begin(), b.x.end(), -1.0F);
@@ -110,7 +116,8 @@ class RankRun {
         std::fill(b.x.begin(), b.x.end(), -3.0F);
         // The expert: this rank's own multiple of each row, so a row that went astray shows.
         b.rows.resize(rows * width_);
-        if (rows) std::memcpy(b.rows.data(), f_.read(kernels_.received_x(b.round), rows * width_ * 4), rows * width_ * 4);
+        if (rows)
+            std::memcpy(b.rows.data(), f_.read(kernels_.received_x(b.round), rows * width_ * 4), rows * width_ * 4);
         keep(out_, b.rows);
         keep(out_, b.idx);
         keep(out_, b.weights);
@@ -139,7 +146,8 @@ class RankRun {
         for (std::size_t i = 0; i < c.back.size(); ++i) c.back[i] = b.rows[i] * float(rank_ + 2) + float(again);
         c.weights = b.weights;
         c.round = kernels_.combine_send(
-            {reinterpret_cast<const std::byte*>(c.back.data()), s_.weights_back ? c.weights.data() : nullptr, false}, b.round.state);
+            {reinterpret_cast<const std::byte*>(c.back.data()), s_.weights_back ? c.weights.data() : nullptr, false},
+            b.round.state);
         if (free_after_send()) {
             std::fill(c.back.begin(), c.back.end(), -1.0F);
             std::fill(c.weights.begin(), c.weights.end(), -1.0F);
@@ -147,7 +155,8 @@ class RankRun {
     }
 
     void receive(Combine& c) {
-        std::vector<float> y(std::size_t(tokens_) * width_, 77.0F), weights(std::size_t(tokens_) * std::size_t(s_.shape.top_k), 77.0F);
+        std::vector<float> y(std::size_t(tokens_) * width_, 77.0F),
+            weights(std::size_t(tokens_) * std::size_t(s_.shape.top_k), 77.0F);
         kernels_.combine_recv(c.round, nullptr, 0, {y.data(), s_.weights_back ? weights.data() : nullptr});
         std::fill(c.back.begin(), c.back.end(), -2.0F);
         keep(out_, y);
@@ -176,7 +185,8 @@ std::string EpSubject::judge(const World&) {
         if (!ended_[r] || outputs_[r] == expected_[r]) continue;
         std::size_t at = 0;
         while (at < outputs_[r].size() && at < expected_[r].size() && outputs_[r][at] == expected_[r][at]) ++at;
-        return "rank " + std::to_string(r) + "'s results differ from the right ones from byte " + std::to_string(at) + " on";
+        return "rank " + std::to_string(r) + "'s results differ from the right ones from byte " + std::to_string(at) +
+               " on";
     }
     return "";
 }

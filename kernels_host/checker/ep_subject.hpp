@@ -14,12 +14,12 @@ struct EpScenario {
     EpShape shape;
     int queues = 2;
     int rounds = 1;
-    int in_flight = 1;          // dispatches before the first combine
-    int combines = 1;           // of each dispatch, one after the other
-    bool halves = false;        // a combine is received only when the next was sent (of one dispatch)
-    bool reuse_handle = false;  // rounds after the first reuse its handle
-    bool weights_back = false;  // combine carries weights home
-    std::vector<std::int32_t> tokens;                // of each rank
+    int in_flight = 1;                 // dispatches before the first combine
+    int combines = 1;                  // of each dispatch, one after the other
+    bool halves = false;               // a combine is received only when the next was sent (of one dispatch)
+    bool reuse_handle = false;         // rounds after the first reuse its handle
+    bool weights_back = false;         // combine carries weights home
+    std::vector<std::int32_t> tokens;  // of each rank
     std::vector<std::vector<std::int32_t>> topk_idx;  // of each rank: [tokens, k], global ids, -1 = none; moved on by
                                                       // one expert in each round that does not reuse a handle
     std::size_t piece_bytes = 0;

@@ -50,7 +50,9 @@ class Explorer {
 
     SearchResult run() {
         const auto start = std::chrono::steady_clock::now();
-        const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+        const auto seconds = [&] {
+            return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        };
         result_.exhaustive = true;
         do {
             one_run();
@@ -146,8 +148,9 @@ class Explorer {
     static void watch_sources(const Frame& f, World& world) {
         for (const World::PrivateSource& s : world.private_sources(f.step.entity.owner))
             if (!f.before.has(s.read_step) && !world.source_unchanged(s.operation))
-                world.report({Problem::source_changed, world.rank_of(f.step.entity.owner),
-                              "the source of " + world.name(s.operation) + " is changed while nothing says that it was read"});
+                world.report(
+                    {Problem::source_changed, world.rank_of(f.step.entity.owner),
+                     "the source of " + world.name(s.operation) + " is changed while nothing says that it was read"});
     }
 
     // A least_wait comes after the signals without which it could not have run, and after no others.

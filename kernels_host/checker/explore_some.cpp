@@ -22,7 +22,8 @@ class Clock {
 std::vector<Entity> entities_of(Subject& subject) {
     std::vector<Entity> out;
     run(subject, {}, false, [&](World& w) {
-        for (std::size_t t = 0; t < w.config().thread_rank.size(); ++t) out.push_back({std::uint16_t(t), 0, Entity::thread});
+        for (std::size_t t = 0; t < w.config().thread_rank.size(); ++t)
+            out.push_back({std::uint16_t(t), 0, Entity::thread});
         const bool reads = !w.config().profile.source_read_at_issue && !w.config().profile.at_issue;
         for (const Operation& op : w.operations()) {
             if (op.peer == op.rank || w.config().profile.at_issue) continue;
@@ -71,9 +72,8 @@ SearchResult explore_delays(Subject& subject, int bound, const SearchLimits& lim
         std::vector<Entity> chosen;
         complete = subsets(all, size, 0, chosen, [&](const std::vector<Entity>& held) {
             if (result.runs >= limits.max_runs || clock.seconds() > limits.max_seconds) return false;
-            const RunReport r = run(subject, {held, {}}, false, [&](World& w) {
-                remember_outcome(result, subject, w);
-            });
+            const RunReport r =
+                run(subject, {held, {}}, false, [&](World& w) { remember_outcome(result, subject, w); });
             count(result, r);
             if (!r.failed()) return true;
             if (!result.failure.failed()) {
@@ -89,7 +89,8 @@ SearchResult explore_delays(Subject& subject, int bound, const SearchLimits& lim
     return result;
 }
 
-SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t runs, int depth, const SearchLimits& limits) {
+SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t runs, int depth,
+                            const SearchLimits& limits) {
     const Clock clock;
     SearchResult result;
     std::uint64_t length = 1000;
@@ -129,8 +130,8 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
             if (limits.stop_at_failure) break;
         }
     }
-    result.bound = std::to_string(result.runs) + " random priority schedules, depth " + std::to_string(depth) + ", seeds from " +
-                   std::to_string(seed);
+    result.bound = std::to_string(result.runs) + " random priority schedules, depth " + std::to_string(depth) +
+                   ", seeds from " + std::to_string(seed);
     result.seconds = clock.seconds();
     return result;
 }

@@ -92,12 +92,12 @@ Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std:
     *--top = 0;  // keeps the stack 16-byte aligned at the call in hal_checker_start
     *--top = 0;
     *--top = reinterpret_cast<std::uintptr_t>(&hal_checker_start);
-    *--top = 0;                                         // rbp
-    *--top = 0;                                         // rbx
-    *--top = reinterpret_cast<std::uintptr_t>(this);    // r12
-    *--top = reinterpret_cast<std::uintptr_t>(entry);   // r13
-    *--top = 0;                                         // r14
-    *--top = 0;                                         // r15
+    *--top = 0;                                        // rbp
+    *--top = 0;                                        // rbx
+    *--top = reinterpret_cast<std::uintptr_t>(this);   // r12
+    *--top = reinterpret_cast<std::uintptr_t>(entry);  // r13
+    *--top = 0;                                        // r14
+    *--top = 0;                                        // r15
     context_->self = top;
 }
 

@@ -34,9 +34,10 @@ class Pass {
   public:
     Pass(const World& world, std::map<std::uint32_t, std::set<std::uint32_t>>& late, std::size_t max_races)
         : w_(world), profile_(world.config().profile), ops_(world.operations()), late_(late), max_races_(max_races),
-          threads_(world.config().thread_rank.size()), channels_(std::size_t(world.config().ranks * world.config().queues)),
-          clock_(threads_), time_(threads_, 0), issued_(threads_, Counts(channels_ * 6)), known_(ops_.size()),
-          memory_(std::size_t(world.config().ranks)), slots_(std::size_t(world.config().ranks)) {
+          threads_(world.config().thread_rank.size()),
+          channels_(std::size_t(world.config().ranks * world.config().queues)), clock_(threads_), time_(threads_, 0),
+          issued_(threads_, Counts(channels_ * 6)), known_(ops_.size()), memory_(std::size_t(world.config().ranks)),
+          slots_(std::size_t(world.config().ranks)) {
         for (auto& c : clock_) c = std::make_shared<Clock>(threads_);
     }
 
@@ -46,19 +47,36 @@ class Pass {
             const Event& e = w_.log()[i];
             ++time_[e.thread];
             switch (e.what) {
-                case What::read: access(e, local(e), false, false); break;
+                case What::read:
+                    access(e, local(e), false, false);
+                    break;
                 case What::write:
                     access(e, local(e), true, false);
                     forget_slots(e);
                     break;
-                case What::issue: issue(e); break;
-                case What::source_read: source_read(e); break;
-                case What::deliver: deliver(e); break;
-                case What::wait: wait(i, e); break;
-                case What::quiet: quiet(e); break;
-                case What::arrive: arrived_.push_back(snapshot(e.thread)); break;
-                case What::pass: pass(e); break;
-                case What::end: break;
+                case What::issue:
+                    issue(e);
+                    break;
+                case What::source_read:
+                    source_read(e);
+                    break;
+                case What::deliver:
+                    deliver(e);
+                    break;
+                case What::wait:
+                    wait(i, e);
+                    break;
+                case What::quiet:
+                    quiet(e);
+                    break;
+                case What::arrive:
+                    arrived_.push_back(snapshot(e.thread));
+                    break;
+                case What::pass:
+                    pass(e);
+                    break;
+                case What::end:
+                    break;
             }
         }
         return !again_;
@@ -147,7 +165,8 @@ class Pass {
             auto all = std::make_shared<Counts>(counts.size());
             for (std::size_t at = 0; at < counts.size(); at += 6)
                 for (int c = 0; c < 3; ++c)
-                    if (profile_.must_precede(Order(c), effect, op.order)) (*all)[at + std::size_t(c)] = counts[at + std::size_t(c)];
+                    if (profile_.must_precede(Order(c), effect, op.order))
+                        (*all)[at + std::size_t(c)] = counts[at + std::size_t(c)];
             k.covers_all = std::move(all);
         }
         ++counts[cell(op, false)];
@@ -174,7 +193,8 @@ class Pass {
             const auto& [index, moment] = slot.waits[i];
             if (knows_time(known_[e.operation].issue, moment.thread, moment.time)) break;
             bool after = false;
-            for (const std::uint32_t s : slot.needed[i]) after |= s == e.operation || after_operation(e.operation, s, false);
+            for (const std::uint32_t s : slot.needed[i])
+                after |= s == e.operation || after_operation(e.operation, s, false);
             if (!after && !slot.needed[i].empty() && late_[index].insert(e.operation).second) again_ = true;
         }
     }
@@ -310,7 +330,8 @@ class Pass {
         m.emplace_hint(std::next(it), at, std::move(right));
     }
 
-    void touch(int rank, std::uint64_t begin, std::uint64_t end, const Actor& a, bool writes, bool adds, const Moment& now) {
+    void touch(int rank, std::uint64_t begin, std::uint64_t end, const Actor& a, bool writes, bool adds,
+               const Moment& now) {
         auto& m = memory_[std::size_t(rank)];
         split(m, begin);
         split(m, end);
@@ -360,7 +381,9 @@ class Pass {
 
     std::string describe(const Actor& a, int rank) const {
         if (a.by_operation()) return (a.source ? "the source read of " : "") + w_.name(a.operation);
-        return std::string(a.what == What::read ? "a read" : a.what == What::write ? "a write" : "a delivery with the call") +
+        return std::string(a.what == What::read    ? "a read"
+                           : a.what == What::write ? "a write"
+                                                   : "a delivery with the call") +
                " by rank " + std::to_string(w_.rank_of(a.thread)) +
                (w_.rank_of(a.thread) == rank ? " of its own window" : "");
     }
@@ -396,8 +419,8 @@ class Pass {
 }  // namespace
 
 std::string Race::text() const {
-    return "race on bytes " + std::to_string(begin) + " ... " + std::to_string(end) + " of rank " + std::to_string(rank) +
-           "'s window: " + first + " and " + second + " are not ordered";
+    return "race on bytes " + std::to_string(begin) + " ... " + std::to_string(end) + " of rank " +
+           std::to_string(rank) + "'s window: " + first + " and " + second + " are not ordered";
 }
 
 RaceVerdict find_races(const World& world, std::size_t max_races) {

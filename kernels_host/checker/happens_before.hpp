@@ -19,9 +19,9 @@ struct Race {
 };
 
 struct RaceVerdict {
-    std::vector<Race> races;       // at most `max_races`
+    std::vector<Race> races;  // at most `max_races`
     std::uint64_t events = 0;
-    int passes = 1;                // more than one where a later signal could have satisfied an earlier wait
+    int passes = 1;  // more than one where a later signal could have satisfied an earlier wait
     double seconds = 0;
 };
 

@@ -46,7 +46,8 @@ void LitmusSubject::run_thread(int thread, CheckFabric& f) {
                 if (in.src >= 0) {
                     src = f.write(at(in.src), 0);
                 } else {
-                    const std::uint64_t v = in.value_register >= 0 ? registers_[std::size_t(in.value_register)] : std::uint64_t(in.value);
+                    const std::uint64_t v =
+                        in.value_register >= 0 ? registers_[std::size_t(in.value_register)] : std::uint64_t(in.value);
                     src = constants_.emplace_back(std::size_t(in.count), v).data();
                 }
                 const std::size_t bytes = std::size_t(in.count) * word_bytes;
@@ -60,16 +61,27 @@ void LitmusSubject::run_thread(int thread, CheckFabric& f) {
             case Do::signal:
                 f.signal(in.queue, in.peer, at(in.slot), std::uint64_t(in.signal_value), in.signal_op, in.order);
                 break;
-            case Do::wait: f.wait(at(in.dst), std::uint64_t(in.at_least), -1, 0, "wait"); break;
-            case Do::quiet: f.quiet(in.queue, in.peer, in.remote ? QuietScope::remote : QuietScope::source); break;
-            case Do::read: std::memcpy(&registers_[std::size_t(in.reg)], f.read(at(in.dst), word_bytes), word_bytes); break;
+            case Do::wait:
+                f.wait(at(in.dst), std::uint64_t(in.at_least), -1, 0, "wait");
+                break;
+            case Do::quiet:
+                f.quiet(in.queue, in.peer, in.remote ? QuietScope::remote : QuietScope::source);
+                break;
+            case Do::read:
+                std::memcpy(&registers_[std::size_t(in.reg)], f.read(at(in.dst), word_bytes), word_bytes);
+                break;
             case Do::write: {
-                const std::uint64_t v = in.value_register >= 0 ? registers_[std::size_t(in.value_register)] : std::uint64_t(in.value);
+                const std::uint64_t v =
+                    in.value_register >= 0 ? registers_[std::size_t(in.value_register)] : std::uint64_t(in.value);
                 std::memcpy(f.write(at(in.dst), word_bytes), &v, word_bytes);
                 break;
             }
-            case Do::arrive: f.arrive(); break;
-            case Do::pass: f.pass(++barriers * compiled_.source.barrier_threads); break;
+            case Do::arrive:
+                f.arrive();
+                break;
+            case Do::pass:
+                f.pass(++barriers * compiled_.source.barrier_threads);
+                break;
         }
     }
 }

@@ -24,11 +24,12 @@ class CheckFabric;
 // One weakened primitive: the `number`-th call of `thread` that sends or orders.
 struct Mutation {
     enum Kind : std::uint8_t {
-        weaken,          // strong to relaxed, relaxed to none
-        remove,          // the call does nothing
-        to_source,       // quiet remote to quiet source
-        value_up, value_down,  // a signal's value, a wait's threshold
-        offset_up,       // destination, 16 bytes further for a put, 64 for a signal or wait
+        weaken,     // strong to relaxed, relaxed to none
+        remove,     // the call does nothing
+        to_source,  // quiet remote to quiet source
+        value_up,
+        value_down,  // a signal's value, a wait's threshold
+        offset_up,   // destination, 16 bytes further for a put, 64 for a signal or wait
         other_queue,
     } kind;
     std::uint16_t thread;
@@ -43,11 +44,11 @@ struct OperationName {
 };
 
 struct Faults {
-    std::optional<OperationName> lost;              // never arrives
-    std::optional<OperationName> lost_completion;   // arrives; its completion is never reported
-    std::optional<OperationName> error_completion;  // does not arrive, and says so
+    std::optional<OperationName> lost;                     // never arrives
+    std::optional<OperationName> lost_completion;          // arrives; its completion is never reported
+    std::optional<OperationName> error_completion;         // does not arrive, and says so
     std::optional<std::pair<int, std::uint32_t>> stalled;  // (rank, calls after which it stops for ever)
-    std::uint32_t ring_entries = 0;                 // operations in flight on one (peer, queue); 0 = no limit
+    std::uint32_t ring_entries = 0;                        // operations in flight on one (peer, queue); 0 = no limit
     bool any() const { return lost || lost_completion || error_completion || stalled; }
 };
 
@@ -57,12 +58,12 @@ struct WorldConfig {
     std::size_t window_bytes = 0;
     std::vector<int> thread_rank;  // rank of each thread
     std::function<void(int thread, CheckFabric&)> body;
-    std::size_t piece_bytes = 0;   // puts are delivered in pieces of at most this many bytes; 0 = whole
+    std::size_t piece_bytes = 0;  // puts are delivered in pieces of at most this many bytes; 0 = whole
     Faults faults;
     std::optional<Mutation> mutation;
-    bool track = true;             // step numbers of operations, for partial-order reduction
+    bool track = true;  // step numbers of operations, for partial-order reduction
     bool log = false;
-    bool least_waits = false;      // see Access::least_wait
+    bool least_waits = false;  // see Access::least_wait
 };
 
 enum class Primitive : std::uint8_t { put, signal, wait, quiet };
@@ -93,7 +94,7 @@ struct StepInfo {
     std::vector<std::uint32_t> enabled_by;  // steps without which this one could not run
     std::uint64_t value = 0;                // added or stored at the start of a write; wait: the threshold
     SignalOp op = SignalOp::set;
-    bool stores = false;                    // `value` is what the first eight bytes of the write added or became
+    bool stores = false;  // `value` is what the first eight bytes of the write added or became
 };
 
 class World {
