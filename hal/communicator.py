@@ -188,6 +188,11 @@ class Communicator:
         self._finalizer = weakref.finalize(self, _leave, session, bootstrap)
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
     def profile(self) -> OrderingProfile:
         """What the transport promises natively (hal/ordering.py)."""
         return self._session.profile
@@ -250,7 +255,8 @@ class Communicator:
             wanted = replace(spec, **settings) if spec else ExpertParallelSpec(**settings)
         except TypeError as error:
             raise ContractError(f"ExpertParallel: {error}".replace("ExpertParallelSpec.__init__() ", "")) from None
-        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=self.config.timeout)
+        timeout = self.config.timeout
+        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=timeout, communicator=self)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this one failed."""
