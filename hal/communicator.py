@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hal.arrays import Buffer, as_buffer, as_numpy
 from hal.bootstrap import Bootstrap, Run, current_run
-from hal.config import ExpertParallelSpec, HalConfig, TopologyConfig
+from hal.config import ExpertParallelSpec, HalConfig, Settings, TopologyConfig, connection_config
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal.ordering import Order, QuietScope, SignalOp
 from hal.registry import get_backend
@@ -32,13 +32,13 @@ _U64 = 1 << 64
 
 
 def connect(
-    cfg: HalConfig | Mapping[str, Any] | None = None, *, run: Run | None = None, **settings: Any
+    cfg: HalConfig | Settings | Mapping[str, Any] | None = None, *, run: Run | None = None, **settings: Any
 ) -> Communicator:
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
-    ``cfg`` is a :class:`~hal.config.HalConfig`, or a mapping (an OmegaConf config too) with its fields; ``settings``
-    are fields that override it. ``run`` states this rank's place where no launcher's variables do. Collective: every
-    rank calls it with equal settings.
+    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's fields (an
+    OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states this rank's
+    place where no launcher's variables do. Collective: every rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.
@@ -70,6 +70,7 @@ class Team:
 
     @property
     def size(self) -> int:
+        """Number of members."""
         return len(self.ranks)
 
 
@@ -356,15 +357,10 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _config(cfg: HalConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:
+def _config(cfg: HalConfig | Settings | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:
     """The settings as a checked dataclass."""
-    base = cfg if isinstance(cfg, HalConfig) else HalConfig()
-    given: dict[str, Any] = {}
-    if cfg is not None and not isinstance(cfg, HalConfig):
-        if not isinstance(cfg, Mapping):
-            raise ContractError(f"connect takes a HalConfig or a mapping, not {type(cfg).__name__}")
-        given.update(cfg)
-    given.update(settings)
+    base = HalConfig() if cfg is None else connection_config(cfg)
+    given = dict(settings)
     _check_names(HalConfig, given)
     topology = given.get("topology")
     if isinstance(topology, Mapping):

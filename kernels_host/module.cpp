@@ -2,8 +2,8 @@
 // The extension module hal_host._engine. Each part of kernels_host/ adds its own bindings through one bind_* function.
 #include <pybind11/pybind11.h>
 
-#include "ep/bind_ep.hpp"
 #include "checker/bind_checker.hpp"
+#include "ep/bind_ep.hpp"
 #include "transport/bind_transport.hpp"
 
 namespace py = pybind11;
