@@ -70,6 +70,7 @@ class Team:
 
     @property
     def size(self) -> int:
+        """Number of members."""
         return len(self.ranks)
 
 
