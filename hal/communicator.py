@@ -36,9 +36,9 @@ def connect(
 ) -> Communicator:
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
-    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's fields (an
-    OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states this rank's
-    place where no launcher's variables do. Collective: every rank calls it with equal settings.
+    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's
+    fields (an OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states
+    this rank's place where no launcher's variables do. Collective: every rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.
@@ -188,6 +188,11 @@ class Communicator:
         self._finalizer = weakref.finalize(self, _leave, session, bootstrap)
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
     def profile(self) -> OrderingProfile:
         """What the transport promises natively (hal/ordering.py)."""
         return self._session.profile
@@ -250,7 +255,8 @@ class Communicator:
             wanted = replace(spec, **settings) if spec else ExpertParallelSpec(**settings)
         except TypeError as error:
             raise ContractError(f"ExpertParallel: {error}".replace("ExpertParallelSpec.__init__() ", "")) from None
-        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=self.config.timeout)
+        timeout = self.config.timeout
+        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=timeout, communicator=self)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this one failed."""
