@@ -41,7 +41,7 @@ std::uint64_t whole(std::string_view text) {
     std::uint64_t value = 0;
     auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc{} || end != text.data() + text.size())
-        throw ConfigError("HAL_SWNIC_FAULTS: '" + std::string(text) + "' is no whole number");
+        throw ConfigError("'" + std::string(text) + "' is no whole number");
     return value;
 }
 
@@ -53,7 +53,7 @@ bool matches(std::string_view selector, int value) {
 bool selected(std::string_view selector, FlowId flow) {
     auto arrow = selector.find('>');
     if (arrow == std::string_view::npos)
-        throw ConfigError("HAL_SWNIC_FAULTS: '" + std::string(selector) + "' selects no flow; write SRC>DST or SRC>DST/QUEUE");
+        throw ConfigError("HAL_SWNIC_FAULTS, '" + std::string(selector) + "': selects no flow; write SRC>DST or SRC>DST/QUEUE");
     auto target = selector.substr(arrow + 1);
     auto slash = target.find('/');
     auto queue = slash == std::string_view::npos ? std::string_view{} : target.substr(slash + 1);
@@ -63,7 +63,7 @@ bool selected(std::string_view selector, FlowId flow) {
 
 std::uint64_t at_operation(std::string_view value) {
     if (value.empty() || value[0] != '@')
-        throw ConfigError("HAL_SWNIC_FAULTS: '" + std::string(value) + "': give the operation's number as @K");
+        throw ConfigError("give the operation's number as @K");
     return whole(value.substr(1));
 }
 
@@ -96,8 +96,7 @@ void set_fault(FlowFaults& faults, std::string_view part) {
     else if (name == "va_unordered" && value.empty()) faults.va_unordered = true;
     else if (name == "early_signal" && value.empty()) faults.early_signal = true;
     else
-        throw ConfigError("HAL_SWNIC_FAULTS: no fault '" + std::string(part) +
-                          "'; there are delay, jitter, reorder, split, publish, complete, source_early, rate, ops, stall, "
+        throw ConfigError("no such fault; there are delay, jitter, reorder, split, publish, complete, source_early, rate, ops, stall, "
                           "drop, error, kill, credits, va_unordered, early_signal");
 }
 
@@ -110,7 +109,13 @@ FlowFaults parse_faults(std::string_view text, FlowId flow) {
         bool mine = colon == std::string_view::npos || selected(rule.substr(0, colon), flow);
         FlowFaults elsewhere;  // rules for other flows are read all the same: a mistake in them is refused everywhere
         auto list = colon == std::string_view::npos ? rule : rule.substr(colon + 1);
-        each_part(list, ',', [&](std::string_view part) { set_fault(mine ? faults : elsewhere, part); });
+        each_part(list, ',', [&](std::string_view part) {
+            try {
+                set_fault(mine ? faults : elsewhere, part);
+            } catch (const ConfigError& error) {
+                throw ConfigError("HAL_SWNIC_FAULTS, '" + std::string(part) + "': " + error.what());
+            }
+        });
     });
     return faults;
 }

@@ -38,9 +38,10 @@ void Flow::note_posted(const Operation& operation) {
 }
 
 void Flow::post(Operation operation) {
-    if (broken_) {
+    if (refused_) {
         ++counters_.ended;
-        operation.request->state.store(*broken_, std::memory_order_release);
+        ++counters_.failed;
+        operation.request->state.store(*refused_, std::memory_order_release);
         return;
     }
     waiting_.push_back(std::move(operation));
@@ -48,9 +49,8 @@ void Flow::post(Operation operation) {
 }
 
 bool Flow::advance(Nanos now) {
-    if (broken_) return clear_broken();
+    if (abandoned_) return clear_abandoned();
     bool moved = admit(now);
-    if (broken_) return true;
     moved |= start_due(now);
     moved |= reap(now);
     moved |= publish_ready(now);
@@ -62,7 +62,7 @@ bool Flow::advance(Nanos now) {
 // Operations beyond the credits stay posted; NCCL sees no completion and stops posting: back-pressure without spinning.
 bool Flow::admit(Nanos now) {
     bool moved = false;
-    while (!waiting_.empty() && live_.size() < credits_ && !broken_) {
+    while (!waiting_.empty() && live_.size() < credits_) {
         Live& live = live_.emplace_back();
         live.operation = std::move(waiting_.front());
         waiting_.pop_front();
@@ -79,7 +79,11 @@ bool Flow::admit(Nanos now) {
                 warn("flow %d>%d queue %d: operation %llu fails, as the fault policy says", id_.src, id_.dst, id_.queue,
                      static_cast<unsigned long long>(live.number));
                 error_ = true;
-                break_down(RequestState::failed);
+                complete(live, RequestState::failed);
+                live_.pop_back();  // earlier operations go on; later ones end with this one, as a queue pair's do
+                ++counters_.ended;
+                ++counters_.failed;
+                refuse_new(RequestState::failed);
                 return true;
             case Outcome::drop:
                 live.undelivered = 1;  // a piece that nobody will deliver
@@ -237,20 +241,25 @@ void Flow::retire() {
     }
 }
 
-void Flow::break_down(RequestState state) {
-    if (broken_) return;
-    broken_ = state;
-    due_ = {};
+void Flow::refuse_new(RequestState state) {
+    refused_ = state;
     for (Operation& operation : waiting_) operation.request->state.store(state, std::memory_order_release);
     counters_.ended += waiting_.size();
-    counters_.failed += waiting_.size() + live_.size();
+    counters_.failed += waiting_.size();
     waiting_.clear();
+}
+
+void Flow::break_down(RequestState state) {
+    if (abandoned_) return;
+    abandoned_ = true;
+    due_ = {};
+    counters_.failed += live_.size();
     for (Live& live : live_) complete(live, state);
+    refuse_new(state);
 }
 
 // Copies under way still read and write this memory: its regions stay until the lane has ended them.
-bool Flow::clear_broken() {
-    if (live_.empty() && in_flight_.empty()) return false;
+bool Flow::clear_abandoned() {
     std::uint64_t completed = lane_->completed();
     while (!in_flight_.empty() && in_flight_.front().number <= completed) in_flight_.pop_front();
     if (!in_flight_.empty()) return true;

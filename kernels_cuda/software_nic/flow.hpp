@@ -69,7 +69,7 @@ class Flow {
     void post(Operation operation);
     // One round: start what is due, see what has ended, publish, complete. True when anything moved.
     bool advance(Nanos now);
-    // The peer is gone, or an operation failed: everything posted, now and later, ends as `state`.
+    // The peer or the device is gone: everything posted, now and later, ends as `state`.
     void break_down(RequestState state);
 
     // From any thread.
@@ -120,7 +120,8 @@ class Flow {
     bool publish_ready(Nanos now);
     bool complete_ready(Nanos now);
     void retire();
-    bool clear_broken();
+    void refuse_new(RequestState state);
+    bool clear_abandoned();
     void submit(const std::vector<Due>& batch);
     void complete(Live& live, RequestState state);
     Copy piece_copy(const Due& due) const;
@@ -135,8 +136,8 @@ class Flow {
     std::priority_queue<Due, std::vector<Due>, std::greater<>> due_;
     std::deque<Ticket> in_flight_;
     std::uint64_t next_number_ = 0, next_order_ = 0, tickets_ = 0;
-    std::optional<RequestState> broken_;
-    bool error_ = false;
+    std::optional<RequestState> refused_;  // how new operations end at once
+    bool error_ = false, abandoned_ = false;
     FlowCounters counters_;
 };
 

@@ -113,6 +113,7 @@ class Rank {
         finish_requests();
         read_back();
         arrive(2);
+        await_checks();
         stop_ = true;
         checker.join();
         close();
@@ -216,6 +217,17 @@ class Rank {
         }
     }
 
+    // Completed requests say nothing of the target: the last signals may still be on their way to the checker.
+    void await_checks() {
+        auto each = static_cast<std::uint64_t>(o_.ranks * o_.rounds * (weak() ? layout_.per_round() : o_.puts));
+        bool whole = !shared_.dead;
+        for (int i = 0; i < o_.ranks; ++i)
+            whole = whole && !shared_.results[i].failed_requests && shared_.results[i].unfinished == 0;
+        Nanos deadline = now_ns() + static_cast<Nanos>((whole ? o_.seconds : 0.3) * 1e9);
+        while (result_.checked < each && now_ns() < deadline) usleep(100);
+        arrive(3);
+    }
+
     void note(abi::Result result) {
         if (result != abi::success) error_ = true;
     }
@@ -262,10 +274,9 @@ class Rank {
         do {  // the put may still be held after its request: relaxed data has no other end than a later signal
             must(ncclRmaPlugin_v14.iget(queues_, 0, slot * slot_bytes, window_mr_, bytes, 0, source_mr_, peer, &request), "iget");
             for (done = 0; !done && now_ns() < deadline;) must(ncclRmaPlugin_v14.test(comm_, request, &done), "test of iget");
-            bool wrong = false;
             std::size_t count = 0;
             for (std::size_t i = 0; i < bytes; ++i) count += source_[i] == Layout::byte(slot, static_cast<int>(peer), i);
-            if (count == bytes && !wrong) return;
+            if (count == bytes) return;
         } while (now_ns() < deadline);
         ++result_.broken;
     }
