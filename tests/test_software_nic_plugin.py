@@ -343,6 +343,37 @@ def test_queues_do_not_order_each_other(connect: Connect, monkeypatch: pytest.Mo
     first.finish(put, other, own)
 
 
+def test_strong_signals_keep_their_order(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits its own time to be published; the target must still never see a later one without the earlier ones."""
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "publish=3ms")
+    first, second = connect(2)
+    requests = [first.signal(1, slot) for slot in range(64)]
+    steps = set()
+    deadline = time.monotonic() + 10
+    while second.signals[63] == 0 and time.monotonic() < deadline:
+        # From the last to the first: what was set when a later one was read must be set now.
+        seen = [second.signals[slot] for slot in reversed(range(64))][::-1]
+        steps.add(sum(seen))
+        assert seen == sorted(seen, reverse=True), seen
+    assert second.signals[63] == 1
+    assert len(steps) > 3, "the signals came all at once: nothing was seen"
+    first.finish(*requests)
+
+
+def test_weak_signals_may_overtake_each_other(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "publish=3ms")
+    first, second = connect(2)
+    requests = [first.signal(1, slot, strong=False) for slot in range(64)]
+    overtook = False
+    deadline = time.monotonic() + 10
+    while sum(second.signals) < 64 and time.monotonic() < deadline:
+        seen = [second.signals[slot] for slot in reversed(range(64))][::-1]
+        overtook |= seen != sorted(seen, reverse=True)
+    assert sum(second.signals) == 64
+    assert overtook
+    first.finish(*requests)
+
+
 def test_contiguous_puts_become_one_copy(connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HAL_SWNIC_FAULTS", "0>1: stall=50ms")  # so that all are due together
     monkeypatch.setenv("HAL_SWNIC_STATS", str(tmp_path / "stats"))

@@ -32,6 +32,7 @@ _FLAGS = (
     "-fvisibility=hidden",
     "-static-libstdc++",
     "-static-libgcc",
+    "-Wl,-z,nodelete",
 )
 
 

@@ -21,7 +21,8 @@ constexpr Setting settings[] = {
     {"HAL_SWNIC_DEVICE", "cuda", "cuda, or host: shared memory as a stand-in for a GPU, for tests"},
     {"HAL_SWNIC_SEED", "0", "seed of every random choice; the same on all ranks"},
     {"HAL_SWNIC_FAULTS", "", "what goes wrong, see the fault table; empty: nothing"},
-    {"HAL_SWNIC_QUEUE_DEPTH", "512", "requests in flight to each (queue, peer): a power of two, 32 to 4096; 32 starves credits"},
+    {"HAL_SWNIC_QUEUE_DEPTH", "512",
+     "requests in flight to each (queue, peer): a power of two, 32 to 4096; 32 starves credits"},
     {"HAL_SWNIC_COPY", "auto", "auto: peer copies between GPUs, staged through the host on one GPU; peer; stage"},
     {"HAL_SWNIC_SIGNAL", "auto", "auto: shadow counters where NCCL never resets a signal; rmw: always read first"},
     {"HAL_SWNIC_PEER_LOSS", "error", "a dead peer's operations: error (NCCL stops), or drop (the others go on)"},
@@ -87,7 +88,8 @@ std::int64_t parse_time(const std::string& text) {
     std::string unit;
     double value = split_unit(text, unit);
     double scale = unit == "ns" ? 1 : unit == "us" ? 1e3 : unit == "ms" ? 1e6 : unit == "s" ? 1e9 : 0;
-    if (scale == 0 || value * scale > 1e18) throw ConfigError("'" + text + "' is no time; give ns, us, ms or s, as 20us");
+    if (scale == 0 || value * scale > 1e18)
+        throw ConfigError("'" + text + "' is no time; give ns, us, ms or s, as 20us");
     return std::llround(value * scale);
 }
 
@@ -108,9 +110,8 @@ Config Config::from_environment() {
     if (depth < 32 || depth > 4096 || (depth & (depth - 1)))
         refuse("HAL_SWNIC_QUEUE_DEPTH", std::to_string(depth), "a power of two from 32 to 4096");
     c.queue_depth = static_cast<unsigned>(depth);
-    c.copy = choose<CopyRoute>("HAL_SWNIC_COPY", {{"auto", CopyRoute::automatic},
-                                                  {"peer", CopyRoute::peer},
-                                                  {"stage", CopyRoute::stage}});
+    c.copy = choose<CopyRoute>(
+        "HAL_SWNIC_COPY", {{"auto", CopyRoute::automatic}, {"peer", CopyRoute::peer}, {"stage", CopyRoute::stage}});
     c.signal_shadow = choose<bool>("HAL_SWNIC_SIGNAL", {{"auto", true}, {"rmw", false}});
     c.peer_loss = choose<PeerLoss>("HAL_SWNIC_PEER_LOSS", {{"error", PeerLoss::error}, {"drop", PeerLoss::drop}});
     c.timeout = number("HAL_SWNIC_TIMEOUT", 0.1, 3600);
@@ -124,7 +125,8 @@ Config Config::from_environment() {
 std::string Config::describe() const {
     std::string line = "device=" + std::string(host_device ? "host" : "cuda") + " seed=" + std::to_string(seed) +
                        " queue_depth=" + std::to_string(queue_depth) + " faults='" + faults + "'";
-    return line + (faults.find("early_signal") == std::string::npos ? "" : " (BREAKS THE ORDERING CONTRACT ON PURPOSE)");
+    return line +
+           (faults.find("early_signal") == std::string::npos ? "" : " (BREAKS THE ORDERING CONTRACT ON PURPOSE)");
 }
 
 std::string settings_table() {

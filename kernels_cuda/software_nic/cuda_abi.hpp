@@ -33,32 +33,32 @@ inline constexpr unsigned host_alloc_portable = 1;
 inline constexpr unsigned write_value_default = 0;
 
 // X(name in the driver, argument types…)
-#define HAL_SWNIC_CUDA_FUNCTIONS(X)                                                      \
-    X(cuInit, unsigned)                                                                  \
-    X(cuGetErrorName, Status, const char**)                                              \
-    X(cuCtxGetCurrent, Context*)                                                         \
-    X(cuCtxSetCurrent, Context)                                                          \
-    X(cuCtxGetDevice, DeviceOrdinal*)                                                    \
-    X(cuCtxGetStreamPriorityRange, int*, int*)                                           \
-    X(cuDeviceGetUuid_v2, Uuid*, DeviceOrdinal)                                          \
-    X(cuStreamCreateWithPriority, Stream*, unsigned, int)                                \
-    X(cuStreamSynchronize, Stream)                                                       \
-    X(cuStreamQuery, Stream)                                                             \
-    X(cuStreamWriteValue64_v2, Stream, Pointer, std::uint64_t, unsigned)                 \
-    X(cuMemcpyAsync, Pointer, Pointer, std::size_t, Stream)                              \
-    X(cuMemcpyHtoDAsync_v2, Pointer, const void*, std::size_t, Stream)                   \
-    X(cuMemcpyDtoHAsync_v2, void*, Pointer, std::size_t, Stream)                         \
-    X(cuMemHostAlloc, void**, std::size_t, unsigned)                                     \
-    X(cuMemHostGetDevicePointer_v2, Pointer*, void*, unsigned)                           \
-    X(cuMemGetAddressRange_v2, Pointer*, std::size_t*, Pointer)                          \
-    X(cuMemRetainAllocationHandle, AllocationHandle*, void*)                             \
-    X(cuMemExportToShareableHandle, void*, AllocationHandle, int, unsigned long long)    \
-    X(cuMemImportFromShareableHandle, AllocationHandle*, void*, int)                     \
+#define HAL_SWNIC_CUDA_FUNCTIONS(X)                                                         \
+    X(cuInit, unsigned)                                                                     \
+    X(cuGetErrorName, Status, const char**)                                                 \
+    X(cuCtxGetCurrent, Context*)                                                            \
+    X(cuCtxSetCurrent, Context)                                                             \
+    X(cuCtxGetDevice, DeviceOrdinal*)                                                       \
+    X(cuCtxGetStreamPriorityRange, int*, int*)                                              \
+    X(cuDeviceGetUuid_v2, Uuid*, DeviceOrdinal)                                             \
+    X(cuStreamCreateWithPriority, Stream*, unsigned, int)                                   \
+    X(cuStreamSynchronize, Stream)                                                          \
+    X(cuStreamQuery, Stream)                                                                \
+    X(cuStreamWriteValue64_v2, Stream, Pointer, std::uint64_t, unsigned)                    \
+    X(cuMemcpyAsync, Pointer, Pointer, std::size_t, Stream)                                 \
+    X(cuMemcpyHtoDAsync_v2, Pointer, const void*, std::size_t, Stream)                      \
+    X(cuMemcpyDtoHAsync_v2, void*, Pointer, std::size_t, Stream)                            \
+    X(cuMemHostAlloc, void**, std::size_t, unsigned)                                        \
+    X(cuMemHostGetDevicePointer_v2, Pointer*, void*, unsigned)                              \
+    X(cuMemGetAddressRange_v2, Pointer*, std::size_t*, Pointer)                             \
+    X(cuMemRetainAllocationHandle, AllocationHandle*, void*)                                \
+    X(cuMemExportToShareableHandle, void*, AllocationHandle, int, unsigned long long)       \
+    X(cuMemImportFromShareableHandle, AllocationHandle*, void*, int)                        \
     X(cuMemAddressReserve, Pointer*, std::size_t, std::size_t, Pointer, unsigned long long) \
-    X(cuMemAddressFree, Pointer, std::size_t)                                            \
-    X(cuMemMap, Pointer, std::size_t, std::size_t, AllocationHandle, unsigned long long) \
-    X(cuMemUnmap, Pointer, std::size_t)                                                  \
-    X(cuMemSetAccess, Pointer, std::size_t, const AccessDescription*, std::size_t)       \
+    X(cuMemAddressFree, Pointer, std::size_t)                                               \
+    X(cuMemMap, Pointer, std::size_t, std::size_t, AllocationHandle, unsigned long long)    \
+    X(cuMemUnmap, Pointer, std::size_t)                                                     \
+    X(cuMemSetAccess, Pointer, std::size_t, const AccessDescription*, std::size_t)          \
     X(cuMemRelease, AllocationHandle)
 
 struct Driver {

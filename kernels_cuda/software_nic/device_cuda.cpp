@@ -26,10 +26,12 @@ namespace cuda {
 const Driver& driver() {
     static const Driver loaded = [] {
         void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-        if (!library) throw DeviceError("libcuda.so.1 cannot be loaded: no NVIDIA driver here (HAL_SWNIC_DEVICE=host needs none)");
+        if (!library)
+            throw DeviceError(
+                "libcuda.so.1 cannot be loaded: no NVIDIA driver here (HAL_SWNIC_DEVICE=host needs none)");
         Driver d;
-#define HAL_SWNIC_LOAD(name, ...)                                                                            \
-    if (!(d.name = reinterpret_cast<decltype(d.name)>(dlsym(library, #name))))                               \
+#define HAL_SWNIC_LOAD(name, ...)                                              \
+    if (!(d.name = reinterpret_cast<decltype(d.name)>(dlsym(library, #name)))) \
         throw DeviceError("the NVIDIA driver has no " #name "; a driver for CUDA 12 or newer is needed");
         HAL_SWNIC_CUDA_FUNCTIONS(HAL_SWNIC_LOAD)
 #undef HAL_SWNIC_LOAD
@@ -71,7 +73,8 @@ cuda::Stream make_stream() {
     int least = 0, greatest = 0;
     check(driver().cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
     cuda::Stream stream;
-    check(driver().cuStreamCreateWithPriority(&stream, cuda::stream_non_blocking, greatest), "cuStreamCreateWithPriority");
+    check(driver().cuStreamCreateWithPriority(&stream, cuda::stream_non_blocking, greatest),
+          "cuStreamCreateWithPriority");
     return stream;
 }
 
@@ -140,8 +143,9 @@ class LanePool {
         made.stream = make_stream();
         made.bounce_bytes = bounce_bytes;
         void* pinned = nullptr;
-        check(driver().cuMemHostAlloc(&pinned, 64 + stage_bytes + inline_bytes + bounce_bytes, cuda::host_alloc_portable),
-              "pinned memory for a queue");
+        check(
+            driver().cuMemHostAlloc(&pinned, 64 + stage_bytes + inline_bytes + bounce_bytes, cuda::host_alloc_portable),
+            "pinned memory for a queue");
         made.pinned = static_cast<std::byte*>(pinned);
         check(driver().cuMemHostGetDevicePointer_v2(&made.counter_on_device, pinned, 0), "cuMemHostGetDevicePointer");
         return made;
@@ -181,13 +185,15 @@ class CudaLane final : public Lane {
         std::size_t taken = 0;
         while (taken < copies.size() && start(copies[taken])) ++taken;
         if (taken)
-            check(driver().cuStreamWriteValue64_v2(stream_, resources_.counter_on_device, ++submitted_, cuda::write_value_default),
+            check(driver().cuStreamWriteValue64_v2(stream_, resources_.counter_on_device, ++submitted_,
+                                                   cuda::write_value_default),
                   "cuStreamWriteValue64");
         return taken;
     }
 
     std::uint64_t completed() override {
-        auto done = std::atomic_ref(*reinterpret_cast<std::uint64_t*>(resources_.pinned)).load(std::memory_order_acquire);
+        auto done =
+            std::atomic_ref(*reinterpret_cast<std::uint64_t*>(resources_.pinned)).load(std::memory_order_acquire);
         for (; !inlined_.empty() && inlined_.front().ticket <= done; inlined_.pop_front())
             inlines_.give(inlined_.front().block);
         return done;
@@ -238,8 +244,10 @@ class CudaLane final : public Lane {
     void start_staged(const Copy& copy) {
         for (std::size_t offset = 0; offset < copy.bytes; offset += stage_bytes) {
             std::size_t bytes = std::min(stage_bytes, copy.bytes - offset);
-            check(driver().cuMemcpyDtoHAsync_v2(stage_, copy.src + offset, bytes, stream_), "staging: cuMemcpyDtoHAsync");
-            check(driver().cuMemcpyHtoDAsync_v2(copy.dst + offset, stage_, bytes, stream_), "staging: cuMemcpyHtoDAsync");
+            check(driver().cuMemcpyDtoHAsync_v2(stage_, copy.src + offset, bytes, stream_),
+                  "staging: cuMemcpyDtoHAsync");
+            check(driver().cuMemcpyHtoDAsync_v2(copy.dst + offset, stage_, bytes, stream_),
+                  "staging: cuMemcpyHtoDAsync");
         }
     }
 
@@ -302,7 +310,8 @@ class CudaDevice final : public Device {
             check(driver().cuMemAddressReserve(&base, bytes, 0, 0, 0), "address space for a peer's memory");
             check(driver().cuMemMap(base, bytes, 0, handle, 0), "mapping a peer's memory");
             cuda::AccessDescription access{{cuda::location_device, ordinal_}, cuda::access_read_write};
-            check(driver().cuMemSetAccess(base, bytes, &access, 1), "access to a peer's memory: do the GPUs reach each other?");
+            check(driver().cuMemSetAccess(base, bytes, &access, 1),
+                  "access to a peer's memory: do the GPUs reach each other?");
         } catch (...) {
             driver().cuMemRelease(handle);
             if (base) {
@@ -354,7 +363,8 @@ std::shared_ptr<Device> cuda_device(CopyRoute route) {
     check(driver().cuInit(0), "cuInit");
     cuda::Context context = nullptr;
     check(driver().cuCtxGetCurrent(&context), "cuCtxGetCurrent");
-    if (!context) throw DeviceError("the thread has no current CUDA context; call cudaSetDevice before making the communicator");
+    if (!context)
+        throw DeviceError("the thread has no current CUDA context; call cudaSetDevice before making the communicator");
     // Never destroyed: at exit the driver may already be gone.
     static std::mutex mutex;
     static auto& devices = *new std::map<cuda::Context, std::shared_ptr<Device>>;

@@ -16,7 +16,7 @@ namespace {
 constexpr Nanos check_every = 1'000'000;  // ns between looks at the peers' sockets
 constexpr int largest_drain = 256;        // signals of one source applied in one round
 constexpr std::size_t bounce_bytes = 16u << 20;
-constexpr double drain_seconds = 2;       // for what is still held or stalled when queues are destroyed
+constexpr double drain_seconds = 2;  // for what is still held or stalled when queues are destroyed
 
 struct Joining {
     std::uint32_t version, nranks;
@@ -63,8 +63,7 @@ QueueSet::QueueSet(Endpoint& endpoint_, int count_, int stride_) : endpoint(endp
             FlowFaults faults = parse_faults(config.faults, id);
             flows.push_back(std::make_unique<Flow>(
                 id, FaultPolicy(faults, config.seed, id),
-                endpoint.device_->make_lane(faults.source_early ? bounce_bytes : 0),
-                config.queue_depth,
+                endpoint.device_->make_lane(faults.source_early ? bounce_bytes : 0), config.queue_depth,
                 [&e = endpoint](int target, const SignalEntry& entry) { return e.publish(target, entry); }));
         }
 }
@@ -121,8 +120,7 @@ void Totals::add(const FlowCounters& flow) {
 // ---- Endpoint: joining and leaving
 
 Endpoint::Endpoint(const Listener& listener, std::span<const Handle> handles, int rank)
-    : config_(Config::from_environment()),
-      device_(config_.host_device ? host_device() : cuda_device(config_.copy)),
+    : config_(Config::from_environment()), device_(config_.host_device ? host_device() : cuda_device(config_.copy)),
       rank_(rank), nranks_(static_cast<int>(handles.size())), mesh_(listener, handles, rank, config_.timeout),
       lost_(handles.size(), false) {
     Fd memory;
@@ -169,7 +167,8 @@ void Endpoint::drain(const std::function<bool()>& empty) const {
 
 // ---- Endpoint: regions
 
-std::shared_ptr<MemoryRegion> Endpoint::register_memory(Address base, std::size_t bytes, bool host, std::uint64_t flags) {
+std::shared_ptr<MemoryRegion> Endpoint::register_memory(Address base, std::size_t bytes, bool host,
+                                                        std::uint64_t flags) {
     std::lock_guard one_at_a_time(collective_);
     auto region = std::make_shared<MemoryRegion>();
     region->id = next_region_++;
@@ -213,9 +212,11 @@ void Endpoint::import_peers(MemoryRegion& region, std::vector<Message>& messages
         auto notice = read_as<RegionNotice>(messages[peer], "registering memory");
         auto name = "memory region " + std::to_string(region.id) + ": rank " + std::to_string(peer);
         if (notice.error[0]) throw std::runtime_error(name + " cannot export it: " + notice.error);
-        if (notice.id != region.id || notice.bytes != region.bytes || notice.host != static_cast<std::uint32_t>(region.host))
+        if (notice.id != region.id || notice.bytes != region.bytes ||
+            notice.host != static_cast<std::uint32_t>(region.host))
             throw std::runtime_error(name + " registered number " + std::to_string(notice.id) + " with " +
-                                     std::to_string(notice.bytes) + " bytes, this rank " + std::to_string(region.bytes) +
+                                     std::to_string(notice.bytes) + " bytes, this rank " +
+                                     std::to_string(region.bytes) +
                                      "; all ranks must register the same sizes in the same order");
         PeerRegion& there = region.peers[peer];
         if (static_cast<int>(peer) == rank_) {
@@ -329,7 +330,8 @@ bool Endpoint::serve(Nanos now) {
         scratch_.clear();
         if (set->take_posted(scratch_)) {
             moved = true;
-            for (Operation& operation : scratch_) set->flow(operation.queue, operation.peer)->post(std::move(operation));
+            for (Operation& operation : scratch_)
+                set->flow(operation.queue, operation.peer)->post(std::move(operation));
         }
         for (auto& flow : set->flows) {
             if (!flow || flow->idle()) continue;
@@ -425,8 +427,8 @@ void Endpoint::watch() {
 
 std::string Endpoint::dump() {
     std::string text = "software NIC watchdog: rank " + std::to_string(rank_) + " of " + std::to_string(nranks_) +
-                       " has made no progress for " + std::to_string(config_.watchdog) + " s while " + doing_.load() + "; " +
-                       config_.describe();
+                       " has made no progress for " + std::to_string(config_.watchdog) + " s while " + doing_.load() +
+                       "; " + config_.describe();
     std::lock_guard lock(tables_);
     for (auto& set : sets_)
         for (auto& flow : set->flows)
@@ -441,7 +443,9 @@ std::string Endpoint::dump() {
     }
     for (auto& [id, region] : regions_)
         text += "\n  region " + std::to_string(id) + ": " + std::to_string(region->bytes) + " bytes" +
-                (region->host ? ", host" : region->allocation ? ", exported" : ", not exported") +
+                (region->host         ? ", host"
+                 : region->allocation ? ", exported"
+                                      : ", not exported") +
                 (region->strict_order ? ", strict order" : "") + (region->never_reset ? ", shadow" : "");
     return text;
 }

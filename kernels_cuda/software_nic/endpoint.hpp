@@ -49,8 +49,8 @@ class QueueSet {
 };
 
 struct Totals {
-    std::uint64_t puts = 0, gets = 0, signals = 0, bytes = 0, pieces = 0, copies = 0, ended = 0, failed = 0, busy_ns = 0,
-                  most_waiting = 0;
+    std::uint64_t puts = 0, gets = 0, signals = 0, bytes = 0, pieces = 0, copies = 0, ended = 0, failed = 0,
+                  busy_ns = 0, most_waiting = 0;
     void add(const FlowCounters& flow);
 };
 

@@ -53,7 +53,8 @@ bool matches(std::string_view selector, int value) {
 bool selected(std::string_view selector, FlowId flow) {
     auto arrow = selector.find('>');
     if (arrow == std::string_view::npos)
-        throw ConfigError("HAL_SWNIC_FAULTS, '" + std::string(selector) + "': selects no flow; write SRC>DST or SRC>DST/QUEUE");
+        throw ConfigError("HAL_SWNIC_FAULTS, '" + std::string(selector) +
+                          "': selects no flow; write SRC>DST or SRC>DST/QUEUE");
     auto target = selector.substr(arrow + 1);
     auto slash = target.find('/');
     auto queue = slash == std::string_view::npos ? std::string_view{} : target.substr(slash + 1);
@@ -62,8 +63,7 @@ bool selected(std::string_view selector, FlowId flow) {
 }
 
 std::uint64_t at_operation(std::string_view value) {
-    if (value.empty() || value[0] != '@')
-        throw ConfigError("give the operation's number as @K");
+    if (value.empty() || value[0] != '@') throw ConfigError("give the operation's number as @K");
     return whole(value.substr(1));
 }
 
@@ -79,25 +79,43 @@ void set_fault(FlowFaults& faults, std::string_view part) {
     auto name = trim(part.substr(0, equals));
     auto value = equals == std::string_view::npos ? std::string_view{} : trim(part.substr(equals + 1));
     std::string text(value);
-    if (name == "delay") faults.delay = parse_time(text);
-    else if (name == "jitter") faults.jitter = parse_time(text);
-    else if (name == "reorder") faults.reorder = parse_time(text);
-    else if (name == "publish") faults.publish = parse_time(text);
-    else if (name == "complete") faults.complete = parse_time(text);
-    else if (name == "split") faults.split = std::max<std::uint64_t>(parse_size(text), tear);
-    else if (name == "rate") faults.rate = std::max<std::uint64_t>(parse_size(text), 1);
-    else if (name == "ops") faults.ops = std::max<std::uint64_t>(whole(value), 1);
-    else if (name == "credits") faults.credits = std::max<std::uint64_t>(whole(value), 1);
-    else if (name == "stall") set_stall(faults, value);
-    else if (name == "drop") faults.drop_at = at_operation(value);
-    else if (name == "error") faults.error_at = at_operation(value);
-    else if (name == "kill") faults.kill_at = at_operation(value);
-    else if (name == "source_early" && value.empty()) faults.source_early = true;
-    else if (name == "va_unordered" && value.empty()) faults.va_unordered = true;
-    else if (name == "early_signal" && value.empty()) faults.early_signal = true;
+    if (name == "delay")
+        faults.delay = parse_time(text);
+    else if (name == "jitter")
+        faults.jitter = parse_time(text);
+    else if (name == "reorder")
+        faults.reorder = parse_time(text);
+    else if (name == "publish")
+        faults.publish = parse_time(text);
+    else if (name == "complete")
+        faults.complete = parse_time(text);
+    else if (name == "split")
+        faults.split = std::max<std::uint64_t>(parse_size(text), tear);
+    else if (name == "rate")
+        faults.rate = std::max<std::uint64_t>(parse_size(text), 1);
+    else if (name == "ops")
+        faults.ops = std::max<std::uint64_t>(whole(value), 1);
+    else if (name == "credits")
+        faults.credits = std::max<std::uint64_t>(whole(value), 1);
+    else if (name == "stall")
+        set_stall(faults, value);
+    else if (name == "drop")
+        faults.drop_at = at_operation(value);
+    else if (name == "error")
+        faults.error_at = at_operation(value);
+    else if (name == "kill")
+        faults.kill_at = at_operation(value);
+    else if (name == "source_early" && value.empty())
+        faults.source_early = true;
+    else if (name == "va_unordered" && value.empty())
+        faults.va_unordered = true;
+    else if (name == "early_signal" && value.empty())
+        faults.early_signal = true;
     else
-        throw ConfigError("no such fault; there are delay, jitter, reorder, split, publish, complete, source_early, rate, ops, stall, "
-                          "drop, error, kill, credits, va_unordered, early_signal");
+        throw ConfigError(
+            "no such fault; there are delay, jitter, reorder, split, publish, complete, source_early, rate, ops, "
+            "stall, "
+            "drop, error, kill, credits, va_unordered, early_signal");
 }
 
 }  // namespace
@@ -151,19 +169,23 @@ Nanos FaultPolicy::start(std::uint64_t operation, std::size_t bytes, Nanos now) 
     Nanos start = std::max(now + faults_.delay + draw_time(operation, draw_jitter, faults_.jitter), last_start_);
     if (faults_.rate || faults_.ops) {
         start = std::max(start, wire_free_);
-        wire_free_ = start + (faults_.rate ? static_cast<Nanos>(1e9 * static_cast<double>(bytes) /
-                                                                static_cast<double>(faults_.rate))
-                                           : 0) +
-                     (faults_.ops ? 1'000'000'000 / static_cast<Nanos>(faults_.ops) : 0);
+        wire_free_ =
+            start +
+            (faults_.rate ? static_cast<Nanos>(1e9 * static_cast<double>(bytes) / static_cast<double>(faults_.rate))
+                          : 0) +
+            (faults_.ops ? 1'000'000'000 / static_cast<Nanos>(faults_.ops) : 0);
     }
     return last_start_ = start;
 }
 
 Plan FaultPolicy::plan(std::uint64_t operation, std::size_t bytes, Nanos now) {
     Plan plan;
-    if (faults_.kill_at && operation >= *faults_.kill_at) plan.outcome = Outcome::kill;
-    else if (faults_.error_at && operation >= *faults_.error_at) plan.outcome = Outcome::error;
-    else if (faults_.drop_at && operation == *faults_.drop_at) plan.outcome = Outcome::drop;
+    if (faults_.kill_at && operation >= *faults_.kill_at)
+        plan.outcome = Outcome::kill;
+    else if (faults_.error_at && operation >= *faults_.error_at)
+        plan.outcome = Outcome::error;
+    else if (faults_.drop_at && operation == *faults_.drop_at)
+        plan.outcome = Outcome::drop;
     if (plan.outcome != Outcome::deliver) return plan;
 
     Nanos begin = plan.not_before = start(operation, bytes, now);

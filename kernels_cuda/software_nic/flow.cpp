@@ -14,8 +14,8 @@ namespace {
 constexpr std::size_t largest_batch = 128;
 
 bool continues(const Copy& first, const Copy& next) {
-    return first.dst + first.bytes == next.dst && first.src + first.bytes == next.src && first.src_host == next.src_host &&
-           first.dst_host == next.dst_host && first.same_device == next.same_device;
+    return first.dst + first.bytes == next.dst && first.src + first.bytes == next.src &&
+           first.src_host == next.src_host && first.dst_host == next.dst_host && first.same_device == next.same_device;
 }
 
 }  // namespace
@@ -95,7 +95,8 @@ bool Flow::admit(Nanos now) {
             live.delivered_at = now;
             ++counters_.delivered;
         }
-        if (!(policy_.faults().source_early && !live.operation.get && live.undelivered && snapshot(live))) schedule(live);
+        if (!(policy_.faults().source_early && !live.operation.get && live.undelivered && snapshot(live)))
+            schedule(live);
     }
     return moved;
 }
@@ -199,8 +200,8 @@ bool Flow::publish_ready(Nanos now) {
             const Signal& signal = *live.operation.signal;
             const FlowFaults& faults = policy_.faults();
             bool free = faults.early_signal || (faults.va_unordered && !signal.on_strict_memory);
-            bool ready = free || (live.delivered() && (all_before || !signal.strong) &&
-                                  now >= live.plan.not_before && now - live.delivered_at >= live.plan.publish_hold);
+            bool ready = free || (live.delivered() && (all_before || !signal.strong) && now >= live.plan.not_before &&
+                                  now - live.delivered_at >= live.plan.publish_hold);
             if (ready && publish_(live.operation.peer, signal.entry)) {
                 live.published = moved = true;
                 ++counters_.published;
@@ -271,7 +272,9 @@ bool Flow::clear_abandoned() {
 }
 
 std::string Flow::state_text() const {
-    auto get = [](const std::atomic<std::uint64_t>& value) { return std::to_string(value.load(std::memory_order_relaxed)); };
+    auto get = [](const std::atomic<std::uint64_t>& value) {
+        return std::to_string(value.load(std::memory_order_relaxed));
+    };
     return "flow " + std::to_string(id_.src) + ">" + std::to_string(id_.dst) + " queue " + std::to_string(id_.queue) +
            ": posted " + get(counters_.posted) + ", delivered " + get(counters_.delivered) + ", published " +
            get(counters_.published) + " of " + get(counters_.signals) + " signals, ended " + get(counters_.ended) +

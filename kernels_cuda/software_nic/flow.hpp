@@ -39,7 +39,7 @@ struct Signal {
 // What NCCL posted, addresses already resolved.
 struct Operation {
     int queue, peer;
-    Copy copy;  // bytes == 0: a signal alone
+    Copy copy;                                     // bytes == 0: a signal alone
     std::shared_ptr<MemoryRegion> source, target;  // stay mapped until the operation has ended
     std::optional<Signal> signal;
     Request* request;
@@ -86,7 +86,7 @@ class Flow {
         Operation operation;
         std::uint64_t number;
         Plan plan;
-        std::size_t undelivered;    // pieces
+        std::size_t undelivered;      // pieces
         std::byte* bounce = nullptr;  // the source's copy, while source_early holds it
         Nanos delivered_at = never;
         bool published = false, completed = false;
@@ -99,9 +99,7 @@ class Flow {
         std::uint64_t order;  // ties keep the order of posting
         Live* live;
         std::size_t piece;
-        bool operator>(const Due& other) const {
-            return due != other.due ? due > other.due : order > other.order;
-        }
+        bool operator>(const Due& other) const { return due != other.due ? due > other.due : order > other.order; }
     };
     struct Part {
         Live* live;

@@ -43,14 +43,14 @@ std::shared_ptr<LocalAllocation> export_shared(Device& device, Address address) 
     auto& slot = r.exported[{&device, exported->base}];
     auto known = slot.lock();
     if (known && known->bytes == exported->bytes) return known;
-    auto made = std::make_shared<LocalAllocation>(
-        LocalAllocation{r.next_id++, exported->base, exported->bytes, std::move(fd)});
+    auto made =
+        std::make_shared<LocalAllocation>(LocalAllocation{r.next_id++, exported->base, exported->bytes, std::move(fd)});
     slot = made;
     return made;
 }
 
-std::shared_ptr<RemoteMapping> import_shared(const std::shared_ptr<Device>& device, std::uint64_t process, std::uint64_t allocation, int fd,
-                                             std::size_t bytes) {
+std::shared_ptr<RemoteMapping> import_shared(const std::shared_ptr<Device>& device, std::uint64_t process,
+                                             std::uint64_t allocation, int fd, std::size_t bytes) {
     auto& r = registry();
     std::lock_guard lock(r.mutex);
     auto& slot = r.imported[{device.get(), process, allocation}];

@@ -33,8 +33,8 @@ std::uint64_t process_nonce();
 
 // nullptr when the memory cannot be exported.
 std::shared_ptr<LocalAllocation> export_shared(Device& device, Address address);
-std::shared_ptr<RemoteMapping> import_shared(const std::shared_ptr<Device>& device, std::uint64_t process, std::uint64_t allocation, int fd,
-                                             std::size_t bytes);
+std::shared_ptr<RemoteMapping> import_shared(const std::shared_ptr<Device>& device, std::uint64_t process,
+                                             std::uint64_t allocation, int fd, std::size_t bytes);
 
 struct PeerRegion {
     Address base = 0;  // in this process; 0: not reachable from here

@@ -97,7 +97,8 @@ struct NetPluginV11 {
     Result (*connect)(void* ctx, int device, void* handle, void** send_comm, void** device_handle);
     Result (*accept)(void* listen_comm, void** recv_comm, void** device_handle);
     Result (*reg_mr)(void* comm, void* data, std::size_t size, int type, void** mr);
-    Result (*reg_mr_dma_buf)(void* comm, void* data, std::size_t size, int type, std::uint64_t offset, int fd, void** mr);
+    Result (*reg_mr_dma_buf)(void* comm, void* data, std::size_t size, int type, std::uint64_t offset, int fd,
+                             void** mr);
     Result (*dereg_mr)(void* comm, void* mr);
     Result (*isend)(void* send_comm, void* data, std::size_t size, int tag, void* mr, void* profile, void** request);
     Result (*irecv)(void* recv_comm, int n, void** data, std::size_t* sizes, int* tags, void** mrs, void** profiles,

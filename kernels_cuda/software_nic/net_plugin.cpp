@@ -208,8 +208,23 @@ using namespace hal::swnic;
 
 extern "C" {
 __attribute__((visibility("default"))) abi::NetPluginV11 ncclNetPlugin_v11 = {
-    "hal-swnic", init, devices, get_properties, hal::swnic::listen, hal::swnic::connect, hal::swnic::accept, reg_mr,
-    reg_mr_dma_buf, dereg_mr, isend, irecv, iflush, test, close_comm, close_comm, close_listen,
+    "hal-swnic",
+    init,
+    devices,
+    get_properties,
+    hal::swnic::listen,
+    hal::swnic::connect,
+    hal::swnic::accept,
+    reg_mr,
+    reg_mr_dma_buf,
+    dereg_mr,
+    isend,
+    irecv,
+    iflush,
+    test,
+    close_comm,
+    close_comm,
+    close_listen,
     nullptr,  // no device-side memory handles
     nullptr,  // no device-side receives
     nullptr,  // no virtual devices

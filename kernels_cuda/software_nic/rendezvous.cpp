@@ -122,7 +122,8 @@ Listener::Listener(int type) : fd_(socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NO
 }
 
 Fd connect_to(const Handle& handle, int type) {
-    if (handle.magic != magic) throw std::runtime_error("the handle is not of this plug-in: is it the same build on all ranks?");
+    if (handle.magic != magic)
+        throw std::runtime_error("the handle is not of this plug-in: is it the same build on all ranks?");
     Fd fd(socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     sockaddr_un address;
     socklen_t length = address_of(handle, address);
@@ -219,8 +220,10 @@ std::vector<int> Mesh::departed() {
     for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
         Peer& peer = peers_[rank];
         if (peer.gone) continue;
-        if (peer.socket.get() >= 0) watched.push_back({peer.socket.get(), POLLRDHUP, 0}), ranks.push_back(static_cast<int>(rank));
-        if (peer.process.get() >= 0) watched.push_back({peer.process.get(), POLLIN, 0}), ranks.push_back(static_cast<int>(rank));
+        if (peer.socket.get() >= 0)
+            watched.push_back({peer.socket.get(), POLLRDHUP, 0}), ranks.push_back(static_cast<int>(rank));
+        if (peer.process.get() >= 0)
+            watched.push_back({peer.process.get(), POLLIN, 0}), ranks.push_back(static_cast<int>(rank));
     }
     if (watched.empty() || poll(watched.data(), watched.size(), 0) <= 0) return gone;
     for (std::size_t i = 0; i < watched.size(); ++i) {

@@ -104,7 +104,8 @@ abi::Result create_context(void* coll_comm, abi::RmaConfigV14* config, void** rm
 
 abi::Result reg_mr(void* coll_comm, void* data, std::size_t size, int type, std::uint64_t flags, void** mr) {
     return guarded("regMrSym", [&] {
-        if (type != abi::ptr_host && type != abi::ptr_cuda) return refuse("regMrSym", "memory type " + std::to_string(type));
+        if (type != abi::ptr_host && type != abi::ptr_cuda)
+            return refuse("regMrSym", "memory type " + std::to_string(type));
         auto region = static_cast<Endpoint*>(coll_comm)->register_memory(reinterpret_cast<Address>(data), size,
                                                                          type == abi::ptr_host, flags);
         *mr = new MrHandle{std::move(region)};
@@ -159,9 +160,11 @@ std::string objection(const QueueSet& set, int context, std::uint32_t peer, std:
     int nranks = set.endpoint.nranks();
     if (context < 0 || context >= set.count)
         return "context " + std::to_string(context) + " of " + std::to_string(set.count);
-    if (peer >= static_cast<std::uint32_t>(nranks)) return "rank " + std::to_string(peer) + " of " + std::to_string(nranks);
+    if (peer >= static_cast<std::uint32_t>(nranks))
+        return "rank " + std::to_string(peer) + " of " + std::to_string(nranks);
     if (!set.reaches(static_cast<int>(peer)))
-        return "rank " + std::to_string(peer) + " is not reached by a context of rank stride " + std::to_string(set.stride);
+        return "rank " + std::to_string(peer) + " is not reached by a context of rank stride " +
+               std::to_string(set.stride);
     if (size == 0) return {};
     if (!here_mr || !there_mr) return "no memory region for " + std::to_string(size) + " bytes";
     if (!inside(region_of(here_mr), here_off, size)) return "local " + range(here_off, size, region_of(here_mr));
@@ -180,8 +183,8 @@ Operation put_operation(int context, std::uint32_t peer, std::uint64_t src_off, 
     operation.source = static_cast<MrHandle*>(src_mr)->region;
     operation.target = static_cast<MrHandle*>(dst_mr)->region;
     const PeerRegion& there = operation.target->peers[peer];
-    operation.copy = {there.base + dst_off, operation.source->base + src_off, size, operation.source->host,
-                      operation.target->host, there.same_device};
+    operation.copy = {there.base + dst_off,   operation.source->base + src_off, size,
+                      operation.source->host, operation.target->host,           there.same_device};
     return operation;
 }
 
@@ -191,8 +194,9 @@ abi::Result post(QueueSet& set, Operation operation, void** request) {
 }
 
 abi::Result iput_signal(void* rma_ctx, int context, std::uint64_t src_off, void* src_mr, std::size_t size,
-                        std::uint64_t dst_off, void* dst_mr, std::uint32_t rank, std::uint64_t signal_off, void* signal_mr,
-                        std::uint64_t signal_value, std::uint32_t signal_op, bool strong, void** request) {
+                        std::uint64_t dst_off, void* dst_mr, std::uint32_t rank, std::uint64_t signal_off,
+                        void* signal_mr, std::uint64_t signal_value, std::uint32_t signal_op, bool strong,
+                        void** request) {
     auto& set = *static_cast<QueueSet*>(rma_ctx);
     if (auto why = objection(set, context, rank, src_off, src_mr, size, dst_off, dst_mr); !why.empty())
         return refuse("iputSignal", why);
@@ -200,17 +204,18 @@ abi::Result iput_signal(void* rma_ctx, int context, std::uint64_t src_off, void*
         return refuse("iputSignal", "signal operation " + std::to_string(signal_op));
     auto& word = region_of(signal_mr);
     if (signal_off % sizeof(std::uint64_t) || !inside(word, signal_off, sizeof(std::uint64_t)))
-        return refuse("iputSignal", "signal at byte " + std::to_string(signal_off) + " of region " + std::to_string(word.id) +
-                                        ", which has " + std::to_string(word.bytes) + "; it must be inside, 8-byte aligned");
+        return refuse("iputSignal", "signal at byte " + std::to_string(signal_off) + " of region " +
+                                        std::to_string(word.id) + ", which has " + std::to_string(word.bytes) +
+                                        "; it must be inside, 8-byte aligned");
     Operation operation = put_operation(context, rank, src_off, src_mr, size, dst_off, dst_mr);
     std::uint64_t add = signal_op == abi::signal_inc ? 1 : signal_value;
-    operation.signal = Signal{{signal_off, add, word.id, static_cast<std::uint32_t>(set.endpoint.rank())}, strong,
-                              word.strict_order};
+    operation.signal =
+        Signal{{signal_off, add, word.id, static_cast<std::uint32_t>(set.endpoint.rank())}, strong, word.strict_order};
     return post(set, std::move(operation), request);
 }
 
-abi::Result iput(void* rma_ctx, int context, std::uint64_t src_off, void* src_mr, std::size_t size, std::uint64_t dst_off,
-                 void* dst_mr, std::uint32_t rank, void** request) {
+abi::Result iput(void* rma_ctx, int context, std::uint64_t src_off, void* src_mr, std::size_t size,
+                 std::uint64_t dst_off, void* dst_mr, std::uint32_t rank, void** request) {
     auto& set = *static_cast<QueueSet*>(rma_ctx);
     if (auto why = objection(set, context, rank, src_off, src_mr, size, dst_off, dst_mr); !why.empty())
         return refuse("iput", why);
@@ -228,8 +233,12 @@ abi::Result iget(void* rma_ctx, int context, std::uint64_t remote_off, void* rem
         operation.source = static_cast<MrHandle*>(remote_mr)->region;
         operation.target = static_cast<MrHandle*>(local_mr)->region;
         const PeerRegion& there = operation.source->peers[rank];
-        operation.copy = {operation.target->base + local_off, there.base + remote_off, size,
-                          operation.source->host, operation.target->host, there.same_device};
+        operation.copy = {operation.target->base + local_off,
+                          there.base + remote_off,
+                          size,
+                          operation.source->host,
+                          operation.target->host,
+                          there.same_device};
     }
     return post(set, std::move(operation), request);
 }
@@ -249,8 +258,8 @@ abi::Result test(void*, void* request, int* done) {
     auto* posted = static_cast<Request*>(request);
     RequestState state = posted->state.load(std::memory_order_acquire);
     if (state == RequestState::pending) return abi::success;
+    if (state == RequestState::failed) return abi::remote_error;  // kept: who asks again gets the same answer
     posted->owner->give_back(posted);
-    if (state == RequestState::failed) return abi::remote_error;
     *done = 1;
     return abi::success;
 }
@@ -269,10 +278,27 @@ using namespace hal::swnic;
 
 extern "C" {
 __attribute__((visibility("default"))) abi::RmaPluginV14 ncclRmaPlugin_v14 = {
-    "hal-swnic", init, devices, get_properties, hal::swnic::listen, hal::swnic::connect, create_context, reg_mr,
-    reg_mr_dma_buf, dereg_mr, destroy_context, close_coll, close_listen, iput, iput_signal, iget, iflush, test,
+    "hal-swnic",
+    init,
+    devices,
+    get_properties,
+    hal::swnic::listen,
+    hal::swnic::connect,
+    create_context,
+    reg_mr,
+    reg_mr_dma_buf,
+    dereg_mr,
+    destroy_context,
+    close_coll,
+    close_listen,
+    iput,
+    iput_signal,
+    iget,
+    iflush,
+    test,
     nullptr,  // progress: the wire thread needs no help
-    query_last_error, finalize,
+    query_last_error,
+    finalize,
 };
 }
 

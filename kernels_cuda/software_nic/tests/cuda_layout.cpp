@@ -15,8 +15,10 @@ struct SameCall : std::false_type {};
 template <class R, class... A, class S, class... B>
 struct SameCall<R (*)(A...), S (*)(B...)> {
     static constexpr bool value = [] {
-        if constexpr (sizeof...(A) == sizeof...(B)) return ((sizeof(A) == sizeof(B)) && ...) && sizeof(R) == sizeof(S);
-        else return false;
+        if constexpr (sizeof...(A) == sizeof...(B))
+            return ((sizeof(A) == sizeof(B)) && ...) && sizeof(R) == sizeof(S);
+        else
+            return false;
     }();
 };
 

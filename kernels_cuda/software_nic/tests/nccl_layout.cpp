@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiled, never run, against NCCL's own headers (tests/test_software_nic_abi.py): every function and field that we
 // declare lies where NCCL looks for it, and every constant has NCCL's value.
-#include "nccl_rma.h"
+#include <type_traits>
 
 #include "nccl_abi.hpp"
-
-#include <type_traits>
+#include "nccl_rma.h"
 
 namespace abi = hal::swnic::abi;
 
@@ -24,15 +23,17 @@ struct SameCall : std::false_type {};
 template <class R, class... A, class S, class... B>
 struct SameCall<R (*)(A...), S (*)(B...)> {
     static constexpr bool value = [] {
-        if constexpr (sizeof...(A) == sizeof...(B)) return ((sizeof(A) == sizeof(B)) && ...) && Size<R>::value == Size<S>::value;
-        else return false;
+        if constexpr (sizeof...(A) == sizeof...(B))
+            return ((sizeof(A) == sizeof(B)) && ...) && Size<R>::value == Size<S>::value;
+        else
+            return false;
     }();
 };
 
-#define FUNCTION(ours, our_name, theirs, their_name)                                       \
-    static_assert(offsetof(abi::ours, our_name) == offsetof(theirs, their_name));          \
+#define FUNCTION(ours, our_name, theirs, their_name)                              \
+    static_assert(offsetof(abi::ours, our_name) == offsetof(theirs, their_name)); \
     static_assert(SameCall<decltype(abi::ours::our_name), decltype(theirs::their_name)>::value, #their_name)
-#define FIELD(ours, our_name, theirs, their_name)                                          \
+#define FIELD(ours, our_name, theirs, their_name)                                              \
     static_assert(offsetof(abi::ours, our_name) == offsetof(theirs, their_name), #their_name); \
     static_assert(sizeof(abi::ours::our_name) == sizeof(theirs::their_name), #their_name)
 
@@ -85,24 +86,24 @@ NET(make_virtual_device, makeVDevice);
 NET(finalize, finalize);
 NET(set_attributes, setNetAttr);
 
-#define PROPERTIES(ours, theirs)                               \
-    static_assert(sizeof(abi::ours) == sizeof(theirs));        \
-    FIELD(ours, name, theirs, name);                           \
-    FIELD(ours, pci_path, theirs, pciPath);                    \
-    FIELD(ours, guid, theirs, guid);                           \
-    FIELD(ours, ptr_support, theirs, ptrSupport);              \
-    FIELD(ours, reg_is_global, theirs, regIsGlobal);           \
-    FIELD(ours, force_flush, theirs, forceFlush);              \
-    FIELD(ours, speed, theirs, speed);                         \
-    FIELD(ours, port, theirs, port);                           \
-    FIELD(ours, latency, theirs, latency);                     \
-    FIELD(ours, max_comms, theirs, maxComms);                  \
-    FIELD(ours, max_recvs, theirs, maxRecvs);                  \
-    FIELD(ours, device_type, theirs, netDeviceType);           \
-    FIELD(ours, device_version, theirs, netDeviceVersion);     \
-    FIELD(ours, virtual_device, theirs, vProps);               \
-    FIELD(ours, max_p2p_bytes, theirs, maxP2pBytes);           \
-    FIELD(ours, max_coll_bytes, theirs, maxCollBytes);         \
+#define PROPERTIES(ours, theirs)                           \
+    static_assert(sizeof(abi::ours) == sizeof(theirs));    \
+    FIELD(ours, name, theirs, name);                       \
+    FIELD(ours, pci_path, theirs, pciPath);                \
+    FIELD(ours, guid, theirs, guid);                       \
+    FIELD(ours, ptr_support, theirs, ptrSupport);          \
+    FIELD(ours, reg_is_global, theirs, regIsGlobal);       \
+    FIELD(ours, force_flush, theirs, forceFlush);          \
+    FIELD(ours, speed, theirs, speed);                     \
+    FIELD(ours, port, theirs, port);                       \
+    FIELD(ours, latency, theirs, latency);                 \
+    FIELD(ours, max_comms, theirs, maxComms);              \
+    FIELD(ours, max_recvs, theirs, maxRecvs);              \
+    FIELD(ours, device_type, theirs, netDeviceType);       \
+    FIELD(ours, device_version, theirs, netDeviceVersion); \
+    FIELD(ours, virtual_device, theirs, vProps);           \
+    FIELD(ours, max_p2p_bytes, theirs, maxP2pBytes);       \
+    FIELD(ours, max_coll_bytes, theirs, maxCollBytes);     \
     FIELD(ours, max_multi_request, theirs, maxMultiRequestSize)
 PROPERTIES(NetPropertiesV11, ncclNetProperties_v11_t);
 PROPERTIES(NetPropertiesV12, ncclNetProperties_v12_t);

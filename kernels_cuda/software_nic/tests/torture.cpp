@@ -82,7 +82,9 @@ struct Layout {
     }
     std::size_t words() const { return static_cast<std::size_t>(options.ranks * options.rounds * per_round()); }
     std::size_t window_bytes() const { return data_bytes() + words() * 8; }
-    static std::size_t length(std::size_t slot, int dst) { return 1 + mix(slot * 31 + static_cast<std::size_t>(dst) + 7) % slot_bytes; }
+    static std::size_t length(std::size_t slot, int dst) {
+        return 1 + mix(slot * 31 + static_cast<std::size_t>(dst) + 7) % slot_bytes;
+    }
     static unsigned char byte(std::size_t slot, int dst, std::size_t i) {
         return static_cast<unsigned char>(1 + mix(slot * 131 + static_cast<std::size_t>(dst) * 17 + i / 8 + 1) % 255);
     }
@@ -94,8 +96,10 @@ struct Layout {
         std::size_t count = 0, n = length(slot, dst);
         for (std::size_t i = 0; i < n; ++i) {
             unsigned char seen = window[slot * slot_bytes + i];
-            if (seen == byte(slot, dst, i)) ++count;
-            else if (seen != 0) wrong = true;
+            if (seen == byte(slot, dst, i))
+                ++count;
+            else if (seen != 0)
+                wrong = true;
         }
         return count;
     }
@@ -151,12 +155,14 @@ class Rank {
         must(p.connect(ctx, handles.data(), o_.ranks, rank_, listening, &comm_), "connect");
         must(p.close_listen(listening), "closeListen");
         window_ = static_cast<unsigned char*>(hal_swnic_host_allocate(layout_.window_bytes()));
-        source_ = static_cast<unsigned char*>(hal_swnic_host_allocate(layout_.data_bytes() * static_cast<std::size_t>(o_.ranks)));
+        source_ = static_cast<unsigned char*>(
+            hal_swnic_host_allocate(layout_.data_bytes() * static_cast<std::size_t>(o_.ranks)));
         signals_.assign(layout_.words(), 0);
         auto cuda = abi::ptr_cuda;
         std::uint64_t window_flags = o_.signal == "va_strict" ? abi::mr_force_strict_order : 0;
         must(p.reg_mr(comm_, window_, layout_.window_bytes(), cuda, window_flags, &window_mr_), "regMrSym window");
-        must(p.reg_mr(comm_, source_, layout_.data_bytes() * static_cast<std::size_t>(o_.ranks), cuda, 0, &source_mr_), "regMrSym source");
+        must(p.reg_mr(comm_, source_, layout_.data_bytes() * static_cast<std::size_t>(o_.ranks), cuda, 0, &source_mr_),
+             "regMrSym source");
         must(p.reg_mr(comm_, signals_.data(), signals_.size() * 8, cuda,
                       abi::mr_force_strict_order | abi::mr_signal_never_reset, &signal_mr_),
              "regMrSym signals");
@@ -172,7 +178,8 @@ class Rank {
         return (va() ? layout_.data_bytes() : 0) + static_cast<std::size_t>(src * o_.queues + queue) * 8;
     }
     std::uint64_t read_word(std::size_t word) const {
-        auto* base = va() ? reinterpret_cast<std::uint64_t*>(window_ + layout_.data_bytes()) : const_cast<std::uint64_t*>(signals_.data());
+        auto* base = va() ? reinterpret_cast<std::uint64_t*>(window_ + layout_.data_bytes())
+                          : const_cast<std::uint64_t*>(signals_.data());
         return std::atomic_ref(base[word]).load(std::memory_order_acquire);
     }
 
@@ -186,13 +193,15 @@ class Rank {
         auto src_off = static_cast<std::uint64_t>(from - source_);
         auto peer_rank = static_cast<std::uint32_t>(peer);
         if (weak())
-            note(p.iput_signal(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank, slot * 8,
-                               signal_mr_, 1, abi::signal_add, false, &request));
+            note(p.iput_signal(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank,
+                               slot * 8, signal_mr_, 1, abi::signal_add, false, &request));
         else if (with_signal)
             note(p.iput_signal(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank,
-                               word_offset(rank_, queue), va() ? window_mr_ : signal_mr_, 0, abi::signal_inc, true, &request));
+                               word_offset(rank_, queue), va() ? window_mr_ : signal_mr_, 0, abi::signal_inc, true,
+                               &request));
         else
-            note(p.iput(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank, &request));
+            note(
+                p.iput(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank, &request));
         posted_.push_back({request, from, bytes});
     }
 
@@ -207,8 +216,8 @@ class Rank {
                     void* request = nullptr;
                     int queue = round % o_.queues;
                     note(p.iput_signal(queues_, queue, 0, nullptr, 0, 0, nullptr, static_cast<std::uint32_t>(peer),
-                                       word_offset(rank_, queue), va() ? window_mr_ : signal_mr_, 1, abi::signal_add, true,
-                                       &request));
+                                       word_offset(rank_, queue), va() ? window_mr_ : signal_mr_, 1, abi::signal_add,
+                                       true, &request));
                     posted_.push_back({request, nullptr, 0});
                 }
                 for (int i = 0; i < trailing; ++i) put(round, o_.puts + i, peer, false);
@@ -272,10 +281,14 @@ class Rank {
         int done = 0;
         Nanos deadline = now_ns() + static_cast<Nanos>(o_.seconds * 1e9);
         do {  // the put may still be held after its request: relaxed data has no other end than a later signal
-            must(ncclRmaPlugin_v14.iget(queues_, 0, slot * slot_bytes, window_mr_, bytes, 0, source_mr_, peer, &request), "iget");
-            for (done = 0; !done && now_ns() < deadline;) must(ncclRmaPlugin_v14.test(comm_, request, &done), "test of iget");
+            must(
+                ncclRmaPlugin_v14.iget(queues_, 0, slot * slot_bytes, window_mr_, bytes, 0, source_mr_, peer, &request),
+                "iget");
+            for (done = 0; !done && now_ns() < deadline;)
+                must(ncclRmaPlugin_v14.test(comm_, request, &done), "test of iget");
             std::size_t count = 0;
-            for (std::size_t i = 0; i < bytes; ++i) count += source_[i] == Layout::byte(slot, static_cast<int>(peer), i);
+            for (std::size_t i = 0; i < bytes; ++i)
+                count += source_[i] == Layout::byte(slot, static_cast<int>(peer), i);
             if (count == bytes) return;
         } while (now_ns() < deadline);
         ++result_.broken;
@@ -294,8 +307,10 @@ class Rank {
         std::vector<bool> weak_seen(layout_.words(), false);
         while (!stop_) {
             for (int src = 0; src < o_.ranks; ++src) {
-                if (weak()) check_weak(src, weak_seen);
-                else check_strong(src, seen);
+                if (weak())
+                    check_weak(src, weak_seen);
+                else
+                    check_strong(src, seen);
             }
             std::this_thread::yield();
         }
@@ -372,7 +387,8 @@ struct Outcome {
 };
 
 void run_seed(const Options& options, std::uint64_t seed, Outcome& outcome) {
-    auto* shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    auto* shared =
+        static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     setenv("HAL_SWNIC_SEED", std::to_string(seed).c_str(), 1);
     std::map<pid_t, int> children;
     for (int rank = 0; rank < options.ranks; ++rank) {
@@ -393,7 +409,9 @@ void run_seed(const Options& options, std::uint64_t seed, Outcome& outcome) {
         if (!death) death = now_ns();
         ++shared->dead;
         ++outcome.counts[WIFSIGNALED(status) ? "killed" : "crashed"];
-        outcome.notes.push_back("rank " + std::to_string(rank) + (WIFSIGNALED(status) ? " signal " + std::to_string(WTERMSIG(status)) : " exit " + std::to_string(WEXITSTATUS(status))));
+        outcome.notes.push_back("rank " + std::to_string(rank) +
+                                (WIFSIGNALED(status) ? " signal " + std::to_string(WTERMSIG(status))
+                                                     : " exit " + std::to_string(WEXITSTATUS(status))));
     }
     for (int rank = 0; rank < options.ranks; ++rank) {
         Result& r = shared->results[rank];
@@ -420,14 +438,22 @@ int main(int argc, char** argv) {
     Options options;
     for (int i = 1; i < argc; ++i) {
         std::string text = argv[i], key = text.substr(0, text.find('=')), value = text.substr(text.find('=') + 1);
-        if (key == "ranks") options.ranks = std::stoi(value);
-        else if (key == "rounds") options.rounds = std::stoi(value);
-        else if (key == "puts") options.puts = std::stoi(value);
-        else if (key == "queues") options.queues = std::stoi(value);
-        else if (key == "seeds") options.seeds = std::stoi(value);
-        else if (key == "signal") options.signal = value;
-        else if (key == "seconds") options.seconds = std::stod(value);
-        else return std::fprintf(stderr, "no option %s\n", key.c_str()), 2;
+        if (key == "ranks")
+            options.ranks = std::stoi(value);
+        else if (key == "rounds")
+            options.rounds = std::stoi(value);
+        else if (key == "puts")
+            options.puts = std::stoi(value);
+        else if (key == "queues")
+            options.queues = std::stoi(value);
+        else if (key == "seeds")
+            options.seeds = std::stoi(value);
+        else if (key == "signal")
+            options.signal = value;
+        else if (key == "seconds")
+            options.seconds = std::stod(value);
+        else
+            return std::fprintf(stderr, "no option %s\n", key.c_str()), 2;
     }
     if (options.ranks < 1 || options.ranks > most_ranks) return std::fprintf(stderr, "1 to 8 ranks\n"), 2;
     const char* first = std::getenv("HAL_SWNIC_SEED");
@@ -435,7 +461,8 @@ int main(int argc, char** argv) {
     Outcome outcome;
     for (int i = 0; i < options.seeds; ++i) run_seed(options, seed + static_cast<std::uint64_t>(i), outcome);
     std::printf("{\"seeds\": %d, \"ranks\": %d", options.seeds, options.ranks);
-    for (auto& [name, count] : outcome.counts) std::printf(", \"%s\": %llu", name.c_str(), static_cast<unsigned long long>(count));
+    for (auto& [name, count] : outcome.counts)
+        std::printf(", \"%s\": %llu", name.c_str(), static_cast<unsigned long long>(count));
     std::printf(", \"notes\": \"");
     for (auto& note : outcome.notes) std::printf("%s; ", note.c_str());
     std::printf("\"}\n");
