@@ -40,10 +40,13 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def torture(*options: str, timeout: float = 100, **settings: str) -> dict[str, Any]:
-    """What swnic_torture counted, with its messages as ``log``."""
+    """What swnic_torture counted, with its messages as ``log``. DEVICE="cuda" is the fake driver (tests/fake_cuda.cpp)."""
+    variables = environment(**settings)
+    if settings.get("DEVICE") == "cuda":
+        variables["LD_LIBRARY_PATH"] = str(build() / "fake_cuda")
     done = subprocess.run(
         [str(build() / "swnic_torture"), *options],
-        env=environment(**settings),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_reordering_among_three_ranks_with_a_bundled_strong_signal() -> None:
 
 def test_early_signals_are_caught_under_every_seed() -> None:
     """The control: a NIC that signals before its data. If this passes unnoticed, the tests above prove nothing."""
-    result = torture("rounds=4", "puts=8", "seeds=20", FAULTS=f"{REORDER},early_signal")
+    result = torture("rounds=4", "puts=8", "seeds=20", FAULTS=f"{REORDER},delay=10ms,early_signal")
     assert result["seeds_broken"] == 20
 
 
@@ -90,7 +91,8 @@ def test_holds_never_break_order_or_lose_anything(faults: str, signal_mode: str)
 
 
 def test_killed_peer_is_noticed_at_once_and_named() -> None:
-    result = torture("ranks=3", "rounds=40", FAULTS="1>*: kill=@20")
+    # The others still have operations for it under way when it dies.
+    result = torture("ranks=3", "rounds=40", FAULTS="1>*: kill=@20; 0>1: stall=5s@30; 2>1: stall=5s@30")
     assert result["killed"] == 1
     assert result["finished"] == 2
     assert result["noticed"] == 2, "both others must see their operations fail"
@@ -178,13 +180,17 @@ def test_nothing_is_left_behind_after_sigkill() -> None:
         time.sleep(0.3)  # connected by now, and stalled
         for pid in [*ranks, parent.pid]:
             os.kill(pid, signal.SIGKILL)
-    gone = time.monotonic() + 5
-    while time.monotonic() < gone and any(_alive(pid) for pid in ranks):
-        time.sleep(0.02)
-    assert not any(_alive(pid) for pid in ranks)
-    sockets = Path("/proc/net/unix").read_text()
-    assert not [pid for pid in ranks if f"hal-swnic-{pid}-" in sockets]
+    _wait_until(lambda: not any(_alive(pid) for pid in ranks))
+    # The kernel closes the sockets of a killed process a moment later.
+    _wait_until(lambda: not any(f"hal-swnic-{pid}-" in Path("/proc/net/unix").read_text() for pid in ranks))
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def _alive(pid: int) -> bool:

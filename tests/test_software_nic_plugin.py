@@ -345,7 +345,7 @@ def test_queues_do_not_order_each_other(connect: Connect, monkeypatch: pytest.Mo
 
 def test_strong_signals_keep_their_order(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits its own time to be published; the target must still never see a later one without the earlier ones."""
-    monkeypatch.setenv("HAL_SWNIC_FAULTS", "publish=3ms")
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "ops=300,publish=40ms")
     first, second = connect(2)
     requests = [first.signal(1, slot) for slot in range(64)]
     steps = set()
@@ -361,7 +361,7 @@ def test_strong_signals_keep_their_order(connect: Connect, monkeypatch: pytest.M
 
 
 def test_weak_signals_may_overtake_each_other(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HAL_SWNIC_FAULTS", "publish=3ms")
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "ops=300,publish=40ms")
     first, second = connect(2)
     requests = [first.signal(1, slot, strong=False) for slot in range(64)]
     overtook = False

@@ -200,8 +200,9 @@ bool Flow::publish_ready(Nanos now) {
             const Signal& signal = *live.operation.signal;
             const FlowFaults& faults = policy_.faults();
             bool free = faults.early_signal || (faults.va_unordered && !signal.on_strict_memory);
-            bool ready = free || (live.delivered() && (all_before || !signal.strong) && now >= live.plan.not_before &&
-                                  now - live.delivered_at >= live.plan.publish_hold);
+            bool in_turn = live.delivered() && (all_before || !signal.strong);
+            Nanos held_since = std::max(live.delivered_at, live.plan.not_before);  // `never` while stalled for ever
+            bool ready = free || (in_turn && now - held_since >= live.plan.publish_hold);
             if (ready && publish_(live.operation.peer, signal.entry)) {
                 live.published = moved = true;
                 ++counters_.published;

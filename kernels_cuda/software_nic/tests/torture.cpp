@@ -4,6 +4,7 @@
 //   broken:     data covered by a signal was missing or wrong when the signal was seen (never, but with early_signal)
 //   the rest:   outcomes that the contract allows, counted to show that they really occur
 // Arguments are key=value; the result is one line of JSON. Faults and seed come from HAL_SWNIC_*; `seeds=N` runs N seeds.
+#include <dlfcn.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -27,16 +28,16 @@ using namespace hal::swnic;
 
 extern "C" abi::RmaPluginV14 ncclRmaPlugin_v14;
 extern "C" void* hal_swnic_host_allocate(std::size_t bytes);
-extern "C" void hal_swnic_host_free(void* base);
 
 namespace {
 
 constexpr int most_ranks = 8;
-constexpr std::size_t slot_bytes = 2048;  // room of one put
-constexpr int trailing = 2;               // relaxed puts after each strong signal
+constexpr int trailing = 2;  // relaxed puts after each strong signal
 
 struct Options {
-    int ranks = 2, rounds = 6, puts = 12, queues = 2, seeds = 1;
+    int ranks = 2, rounds = 6, puts = 12, queues = 2, seeds = 1, gpus = 1;
+    std::size_t slot = 2048;        // largest put
+    bool host_source = false;       // sources are ordinary memory, as values that a kernel puts inline
     std::string signal = "strong";  // strong, bundled (strong, with the last put), weak, va, va_strict
     double seconds = 20;
 };
@@ -53,6 +54,29 @@ struct Shared {
     std::atomic<int> dead;
     Result results[most_ranks];
 };
+
+// Memory of the device under the engine: the stand-in's, or the fake driver's (tests/fake_cuda.cpp).
+struct Memory {
+    void* (*allocate)(std::size_t);
+    void (*adopt)(void*, std::size_t);  // memory that cannot be exported, if the driver must know of it
+};
+
+Memory device_memory() {
+    const char* device = std::getenv("HAL_SWNIC_DEVICE");
+    if (device && std::strcmp(device, "cuda") != 0) return {hal_swnic_host_allocate, [](void*, std::size_t) {}};
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    Memory memory{};
+    if (driver) {
+        memory.allocate = reinterpret_cast<void* (*)(std::size_t)>(dlsym(driver, "fake_cuda_allocate"));
+        memory.adopt = reinterpret_cast<void (*)(void*, std::size_t)>(dlsym(driver, "fake_cuda_adopt"));
+        if (auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(driver, "cuInit"))) init(0);
+    }
+    if (!memory.allocate) {
+        std::fprintf(stderr, "libcuda.so.1 is not the fake one\n");
+        _exit(2);
+    }
+    return memory;
+}
 
 void logger(abi::LogLevel level, unsigned long, const char*, int, const char* format, ...) {
     if (level != abi::log_warn) return;
@@ -78,12 +102,12 @@ struct Layout {
         return static_cast<std::size_t>((src * options.rounds + round) * per_round() + i);
     }
     std::size_t data_bytes() const {
-        return static_cast<std::size_t>(options.ranks * options.rounds * per_round()) * slot_bytes;
+        return static_cast<std::size_t>(options.ranks * options.rounds * per_round()) * options.slot;
     }
     std::size_t words() const { return static_cast<std::size_t>(options.ranks * options.rounds * per_round()); }
     std::size_t window_bytes() const { return data_bytes() + words() * 8; }
-    static std::size_t length(std::size_t slot, int dst) {
-        return 1 + mix(slot * 31 + static_cast<std::size_t>(dst) + 7) % slot_bytes;
+    std::size_t length(std::size_t slot, int dst) const {
+        return 1 + mix(slot * 31 + static_cast<std::size_t>(dst) + 7) % options.slot;
     }
     static unsigned char byte(std::size_t slot, int dst, std::size_t i) {
         return static_cast<unsigned char>(1 + mix(slot * 131 + static_cast<std::size_t>(dst) * 17 + i / 8 + 1) % 255);
@@ -95,7 +119,7 @@ struct Layout {
     std::size_t present(const volatile unsigned char* window, std::size_t slot, int dst, bool& wrong) const {
         std::size_t count = 0, n = length(slot, dst);
         for (std::size_t i = 0; i < n; ++i) {
-            unsigned char seen = window[slot * slot_bytes + i];
+            unsigned char seen = window[slot * options.slot + i];
             if (seen == byte(slot, dst, i))
                 ++count;
             else if (seen != 0)
@@ -147,6 +171,7 @@ class Rank {
     void connect() {
         auto& p = ncclRmaPlugin_v14;
         void *ctx, *listening;
+        memory_ = device_memory();
         must(p.init(&ctx, 1, logger), "init");
         must(p.listen(ctx, 0, shared_.handles[rank_], &listening), "listen");
         arrive(0);
@@ -154,14 +179,16 @@ class Rank {
         for (int i = 0; i < o_.ranks; ++i) handles.push_back(shared_.handles[i]);
         must(p.connect(ctx, handles.data(), o_.ranks, rank_, listening, &comm_), "connect");
         must(p.close_listen(listening), "closeListen");
-        window_ = static_cast<unsigned char*>(hal_swnic_host_allocate(layout_.window_bytes()));
-        source_ = static_cast<unsigned char*>(
-            hal_swnic_host_allocate(layout_.data_bytes() * static_cast<std::size_t>(o_.ranks)));
+        window_ = static_cast<unsigned char*>(memory_.allocate(layout_.window_bytes()));
+        std::size_t source_bytes = layout_.data_bytes() * static_cast<std::size_t>(o_.ranks);
+        source_ =
+            static_cast<unsigned char*>(o_.host_source ? std::calloc(source_bytes, 1) : memory_.allocate(source_bytes));
         signals_.assign(layout_.words(), 0);
+        memory_.adopt(signals_.data(), signals_.size() * 8);
         auto cuda = abi::ptr_cuda;
         std::uint64_t window_flags = o_.signal == "va_strict" ? abi::mr_force_strict_order : 0;
         must(p.reg_mr(comm_, window_, layout_.window_bytes(), cuda, window_flags, &window_mr_), "regMrSym window");
-        must(p.reg_mr(comm_, source_, layout_.data_bytes() * static_cast<std::size_t>(o_.ranks), cuda, 0, &source_mr_),
+        must(p.reg_mr(comm_, source_, source_bytes, o_.host_source ? abi::ptr_host : cuda, 0, &source_mr_),
              "regMrSym source");
         must(p.reg_mr(comm_, signals_.data(), signals_.size() * 8, cuda,
                       abi::mr_force_strict_order | abi::mr_signal_never_reset, &signal_mr_),
@@ -185,23 +212,22 @@ class Rank {
 
     void put(int round, int i, int peer, bool with_signal) {
         auto& p = ncclRmaPlugin_v14;
-        std::size_t slot = layout_.slot(rank_, round, i), bytes = Layout::length(slot, peer);
-        unsigned char* from = source_ + static_cast<std::size_t>(peer) * layout_.data_bytes() + slot * slot_bytes;
+        std::size_t slot = layout_.slot(rank_, round, i), bytes = layout_.length(slot, peer);
+        unsigned char* from = source_ + static_cast<std::size_t>(peer) * layout_.data_bytes() + slot * o_.slot;
         layout_.fill(from, slot, peer);
         void* request = nullptr;
         int queue = round % o_.queues;
         auto src_off = static_cast<std::uint64_t>(from - source_);
         auto peer_rank = static_cast<std::uint32_t>(peer);
         if (weak())
-            note(p.iput_signal(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank,
+            note(p.iput_signal(queues_, queue, src_off, source_mr_, bytes, slot * o_.slot, window_mr_, peer_rank,
                                slot * 8, signal_mr_, 1, abi::signal_add, false, &request));
         else if (with_signal)
-            note(p.iput_signal(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank,
+            note(p.iput_signal(queues_, queue, src_off, source_mr_, bytes, slot * o_.slot, window_mr_, peer_rank,
                                word_offset(rank_, queue), va() ? window_mr_ : signal_mr_, 0, abi::signal_inc, true,
                                &request));
         else
-            note(
-                p.iput(queues_, queue, src_off, source_mr_, bytes, slot * slot_bytes, window_mr_, peer_rank, &request));
+            note(p.iput(queues_, queue, src_off, source_mr_, bytes, slot * o_.slot, window_mr_, peer_rank, &request));
         posted_.push_back({request, from, bytes});
     }
 
@@ -276,14 +302,13 @@ class Rank {
     void read_back() {
         if (!posted_.empty() || result_.failed_requests || shared_.dead || weak()) return;
         auto peer = static_cast<std::uint32_t>((rank_ + 1) % o_.ranks);
-        std::size_t slot = layout_.slot(rank_, o_.rounds - 1, 0), bytes = Layout::length(slot, static_cast<int>(peer));
+        std::size_t slot = layout_.slot(rank_, o_.rounds - 1, 0), bytes = layout_.length(slot, static_cast<int>(peer));
         void* request = nullptr;
         int done = 0;
         Nanos deadline = now_ns() + static_cast<Nanos>(o_.seconds * 1e9);
         do {  // the put may still be held after its request: relaxed data has no other end than a later signal
-            must(
-                ncclRmaPlugin_v14.iget(queues_, 0, slot * slot_bytes, window_mr_, bytes, 0, source_mr_, peer, &request),
-                "iget");
+            must(ncclRmaPlugin_v14.iget(queues_, 0, slot * o_.slot, window_mr_, bytes, 0, source_mr_, peer, &request),
+                 "iget");
             for (done = 0; !done && now_ns() < deadline;)
                 must(ncclRmaPlugin_v14.test(comm_, request, &done), "test of iget");
             std::size_t count = 0;
@@ -297,7 +322,7 @@ class Rank {
     bool complete(int src, int round, int i) {
         bool wrong = false;
         std::size_t slot = layout_.slot(src, round, i);
-        bool whole = layout_.present(window_, slot, rank_, wrong) == Layout::length(slot, rank_);
+        bool whole = layout_.present(window_, slot, rank_, wrong) == layout_.length(slot, rank_);
         if (wrong) ++result_.broken;
         return whole;
     }
@@ -343,7 +368,7 @@ class Rank {
         }
         bool wrong = false;
         std::size_t slot = layout_.slot(src, round, 0), count = layout_.present(window_, slot, rank_, wrong);
-        if (count > 0 && count < Layout::length(slot, rank_) && Layout::length(slot, rank_) > 64) ++result_.torn;
+        if (count > 0 && count < layout_.length(slot, rank_) && layout_.length(slot, rank_) > 64) ++result_.torn;
     }
 
     void check_weak(int src, std::vector<bool>& seen) {
@@ -364,12 +389,11 @@ class Rank {
         for (void* mr : {signal_mr_, source_mr_, window_mr_}) must(p.dereg_mr(comm_, mr), "deregMrSym");
         must(p.close_coll(comm_), "closeColl");
         must(p.finalize(nullptr), "finalize");
-        hal_swnic_host_free(window_);
-        hal_swnic_host_free(source_);
     }
 
     const Options& o_;
     Layout layout_;
+    Memory memory_{};
     Shared& shared_;
     Result& result_;
     int rank_;
@@ -394,6 +418,7 @@ void run_seed(const Options& options, std::uint64_t seed, Outcome& outcome) {
     for (int rank = 0; rank < options.ranks; ++rank) {
         pid_t child = fork();
         if (child == 0) {
+            setenv("FAKE_CUDA_DEVICE", std::to_string(rank % options.gpus).c_str(), 1);
             Rank(options, *shared, rank).run();
             std::_Exit(0);
         }
@@ -446,6 +471,12 @@ int main(int argc, char** argv) {
             options.puts = std::stoi(value);
         else if (key == "queues")
             options.queues = std::stoi(value);
+        else if (key == "gpus")
+            options.gpus = std::stoi(value);
+        else if (key == "slot")
+            options.slot = std::stoull(value) / 8 * 8;
+        else if (key == "source")
+            options.host_source = value == "host";
         else if (key == "seeds")
             options.seeds = std::stoi(value);
         else if (key == "signal")
