@@ -35,7 +35,7 @@ def build() -> Path:
 
 def environment(**settings: str) -> dict[str, str]:
     """This process's variables, the stand-in for a GPU, and HAL_SWNIC_<name> for each setting."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HAL_SWNIC_")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HAL_SWNIC_", "NCCL_"))}
     return clean | {"HAL_SWNIC_DEVICE": "host"} | {f"HAL_SWNIC_{name}": value for name, value in settings.items()}
 
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "endpoint.hpp"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -273,6 +274,7 @@ void Endpoint::destroy_queues(QueueSet* set) {
 // ---- Endpoint: the wire thread
 
 void Endpoint::wire() {
+    pthread_setname_np(pthread_self(), "hal-swnic wire");
     device_->bind_thread();
     const Nanos spin = static_cast<Nanos>(config_.spin_us * 1e3);
     Nanos next_check = 0, idle_since = now_ns();

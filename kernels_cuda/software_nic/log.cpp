@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 
 namespace hal::swnic {
 namespace {
@@ -13,10 +14,11 @@ std::atomic<abi::Logger> current{nullptr};
 void emit(abi::LogLevel level, const char* format, std::va_list arguments) {
     char text[2048];
     std::vsnprintf(text, sizeof text, format, arguments);
-    if (auto logger = current.load(std::memory_order_acquire))
-        logger(level, abi::log_init | abi::log_net, "software_nic", 0, "%s", text);
-    else if (level == abi::log_warn)
-        std::fprintf(stderr, "hal-swnic: %s\n", text);
+    auto logger = current.load(std::memory_order_acquire);
+    if (logger) logger(level, abi::log_init | abi::log_net, "software_nic", 0, "%s", text);
+    const char* shown = std::getenv("NCCL_DEBUG");
+    bool silent = !logger || !shown || !*shown;
+    if (level == abi::log_warn && silent) std::fprintf(stderr, "hal-swnic: %s\n", text);
 }
 
 }  // namespace

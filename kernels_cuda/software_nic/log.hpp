@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages go through the logger that NCCL hands to init(), so NCCL_DEBUG filters them; without one, to stderr.
+// Messages go to the logger that NCCL hands to init(). NCCL prints nothing unless NCCL_DEBUG is set, so warnings (a dead
+// peer, a refused setting, the watchdog) then go to stderr too: a person must see them.
 #pragma once
 #include "nccl_abi.hpp"
 
