@@ -329,6 +329,22 @@ def test_done_is_the_source_read_and_not_the_target_written(connect: Connect, mo
     first.finish(signalled)
 
 
+def test_destroyed_context_touches_no_memory_any_more(
+    connect: Connect, rma: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may be freed as soon as the call returns, also when an operation was still held."""
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "0>1: stall=3s")
+    first, second = connect(2)
+    first.put(1, 0, b"late" * 16)
+    started = time.monotonic()
+    ok(rma.destroy_context(first.queues))
+    assert time.monotonic() - started < 2.9, "bounded, and before the stall ends"
+    time.sleep(max(0.0, started + 3.3 - time.monotonic()))
+    assert second.read(0, 64) == bytes(64)
+    config = RmaConfig(1, -1, 1)
+    ok(rma.create_context(first.comm, byref(config), byref(first.queues)))  # for closing
+
+
 def test_queues_do_not_order_each_other(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A strong signal on queue 1 says nothing of queue 0, and here it does come first."""
     monkeypatch.setenv("HAL_SWNIC_FAULTS", "*>*/0: delay=300ms")

@@ -262,20 +262,29 @@ QueueSet* Endpoint::create_queues(int count, int stride) {
 void Endpoint::destroy_queues(QueueSet* set) {
     // What was posted is still delivered: a completed request promised only that its source was read.
     drain([set] { return set->drained(); });
-    std::lock_guard lock(tables_);
-    auto found = std::find_if(sets_.begin(), sets_.end(), [set](const auto& one) { return one.get() == set; });
-    if (found == sets_.end()) return;
-    for (const auto& flow : set->flows)
-        if (flow) retired_.add(flow->counters());
-    sets_.erase(found);
-    ++tables_version_;  // the wire thread lets go of it in its next round
+    std::uint64_t version;
+    {
+        std::lock_guard lock(tables_);
+        auto found = std::find_if(sets_.begin(), sets_.end(), [set](const auto& one) { return one.get() == set; });
+        if (found == sets_.end()) return;
+        for (const auto& flow : set->flows)
+            if (flow) retired_.add(flow->counters());
+        sets_.erase(found);
+        version = ++tables_version_;
+    }
+    // What was still held must not start once this returns: its memory may then be freed.
+    drain([&] { return served_version_.load(std::memory_order_acquire) >= version; });
 }
 
 // ---- Endpoint: the wire thread
 
 void Endpoint::wire() {
     pthread_setname_np(pthread_self(), "hal-swnic wire");
-    device_->bind_thread();
+    try {
+        device_->bind_thread();
+    } catch (const std::exception& error) {
+        fail_all(error.what());
+    }
     const Nanos spin = static_cast<Nanos>(config_.spin_us * 1e3);
     Nanos next_check = 0, idle_since = now_ns();
     while (!stop_.load(std::memory_order_acquire)) {
@@ -315,16 +324,25 @@ void Endpoint::fail_all(const char* why) {
     usleep(1000);
 }
 
-bool Endpoint::serve(Nanos now) {
-    if (auto version = tables_version_.load(); version != served_version_) {
+void Endpoint::take_queues() {
+    std::vector<std::shared_ptr<QueueSet>> before;
+    std::uint64_t version;
+    {
         std::lock_guard lock(tables_);
+        before.swap(served_);
         served_ = sets_;
-        served_version_ = tables_version_.load();
-        for (auto& set : served_)
-            for (int peer = 0; peer < nranks_; ++peer)
-                if (device_failed_ || lost_[static_cast<std::size_t>(peer)])
-                    break_flows(*set, peer, device_failed_ ? RequestState::failed : lost_state());
+        version = tables_version_.load();
     }
+    for (auto& set : served_)
+        for (int peer = 0; peer < nranks_; ++peer)
+            if (device_failed_ || lost_[static_cast<std::size_t>(peer)])
+                break_flows(*set, peer, device_failed_ ? RequestState::failed : lost_state());
+    before.clear();  // outside the lock: a queue that ends may wait for its copies
+    served_version_.store(version, std::memory_order_release);
+}
+
+bool Endpoint::serve(Nanos now) {
+    if (tables_version_.load() != served_version_.load()) take_queues();
     bool moved = false;
     std::uint64_t pending = 0;
     copying_ = false;

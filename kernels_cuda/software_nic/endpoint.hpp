@@ -75,6 +75,7 @@ class Endpoint {
   private:
     friend class QueueSet;
     void wire();
+    void take_queues();
     bool serve(Nanos now);
     bool apply_signals();
     void apply(MemoryRegion& region, const SignalEntry& entry);
@@ -109,7 +110,7 @@ class Endpoint {
 
     // The wire thread's own.
     std::vector<std::shared_ptr<QueueSet>> served_;
-    std::uint64_t served_version_ = 0;
+    std::atomic<std::uint64_t> served_version_{0};
     std::vector<Operation> scratch_;
     std::vector<bool> lost_;
     bool copying_ = false, device_failed_ = false;
