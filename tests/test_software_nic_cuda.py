@@ -53,7 +53,7 @@ def test_direct_copies_within_one_gpu_are_what_staging_avoids() -> None:
 
 
 def test_early_signals_are_caught_here_too() -> None:
-    result = torture("gpus=2", "seeds=5", DEVICE="cuda", FAULTS="delay=2ms,early_signal")
+    result = torture("gpus=2", "seeds=5", DEVICE="cuda", FAULTS="delay=20ms,early_signal")
     assert result["seeds_broken"] == 5
 
 
