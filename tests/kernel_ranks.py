@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hal_host import _engine
+from hal_host.engine import HostEngine, combine_dtype, shape_of
 
 from hal import reference
 from hal.arrays import NUMPY_DTYPES, as_buffer, to_kind
 from hal.config import ExpertParallelSpec, TopologyConfig
-from hal_host import _engine
-from hal_host.engine import HostEngine, combine_dtype, shape_of
 
 GUARD = 4096
 """Bytes of sentinel behind each window."""
@@ -102,6 +102,10 @@ def random_tokens(
         [rng.random((t, spec.top_k)).astype(np.float32) for t in counts],
         [rng.random((t, spec.scale_dim)).astype(np.float32) for t in counts] if spec.scale_dim else None,
     )
+
+
+def bits(array: Any) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
 
 
 def same_bits(name: str, got: Any, want: Any) -> None:

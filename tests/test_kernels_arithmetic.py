@@ -9,12 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hal_host import _engine
+from hal_host.engine import shape_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.config import ExpertParallelSpec
-from hal_host import _engine
-from hal_host.engine import shape_of
 
 U32 = st.integers(0, 2**32 - 1)
 
@@ -89,7 +89,9 @@ def test_nothing_in_the_buffer_overlaps_and_the_parts_add_up(layout, schedule, c
         end = offset + nbytes
     assert end <= sum(size for _, size in parts)
     per_row = 48 + 32
-    if completion == "strong_signal":  # within 5 % of the plain count of rows, but for the planes' rounding to 512 bytes
+    if (
+        completion == "strong_signal"
+    ):  # within 5 % of the plain count of rows, but for the planes' rounding to 512 bytes
         receive = dict(parts)["receive"] / buffers
         assert 0 <= receive - _engine.receive_rows(shape) * per_row <= 2 * 512
 
@@ -124,14 +126,11 @@ def expected_sum(rows: list[Any], weights: list[float]) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_16_bit_value_survives(dtype):
-    """Zero plus the value, rounded: unchanged but for -0 and signalling NaNs, as NumPy has it."""
+    """Zero plus the value, rounded: the very bits of NumPy and ml_dtypes, also for subnormals, -0 and every NaN."""
     every = np.arange(2**16, dtype=np.uint16).view(ELEMENTS[dtype])
-    nan = np.isnan(every.astype(np.float32))
-    got = sum_rows(dtype, [every], [])
-    want = expected_sum([every], [])
-    np.testing.assert_array_equal(got[~nan].view(np.uint16), want[~nan].view(np.uint16))
-    assert np.isnan(got[nan].astype(np.float32)).all()
-    np.testing.assert_array_equal(np.signbit(got[nan]), np.signbit(every[nan]))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        want = expected_sum([every], [])
+    np.testing.assert_array_equal(sum_rows(dtype, [every], []).view(np.uint16), want.view(np.uint16))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -152,7 +151,10 @@ def test_rounding_of_float32_is_nearest_even(dtype):
 )
 def test_sum_has_the_order_and_roundings_of_the_reference(dtype, width, count, weighted, seed):
     rng = np.random.default_rng(seed)
-    rows = [(rng.standard_normal(width) * 10.0 ** rng.integers(-4, 4)).astype(np.float32).astype(ELEMENTS[dtype]) for _ in range(count)]
+    rows = [
+        (rng.standard_normal(width) * 10.0 ** rng.integers(-4, 4)).astype(np.float32).astype(ELEMENTS[dtype])
+        for _ in range(count)
+    ]
     weights = rng.random(count).astype(np.float32).tolist() if weighted else []
     want = expected_sum(rows, weights)
     got = sum_rows(dtype, rows, weights)
