@@ -24,7 +24,7 @@ from typing import Any
 
 from hal import __version__
 from hal.errors import ContractError, HalError, PeerTimeout
-from hal.rendezvous import FRAME_LIMIT, Server, decode, encode, peer_uid
+from hal.rendezvous import FRAME_LIMIT, Server, decode, encode, peer_uid, private
 
 _POLL_SECONDS = 0.005
 
@@ -42,9 +42,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ContractError(
-                f"{self.launcher} says rank {self.rank} of {self.world_size}; ranks are 0 to size - 1"
-            )
+            raise ContractError(f"{self.launcher} says rank {self.rank} of {self.world_size}; ranks are 0 to size - 1")
 
 
 def current_run(environ: Mapping[str, str] = os.environ) -> Run:
@@ -221,7 +219,7 @@ class Bootstrap:
 
     def _serve(self, meeting: str, hello: dict[str, Any]) -> socket.socket | None:
         """Become the server. None if somebody already is: then this process learns from it that its rank is taken."""
-        listener = socket.socket(socket.AF_UNIX)
+        listener = private(socket.socket(socket.AF_UNIX))
         try:
             listener.bind(meeting)
         except OSError:
@@ -231,11 +229,11 @@ class Bootstrap:
         mine, servers = socket.socketpair()
         self._server = Server(listener, servers, self.world_size, hello)
         self._server.start()
-        return mine
+        return private(mine)
 
     def _reach(self, meeting: str, deadline: float) -> socket.socket:
         while True:
-            connection = socket.socket(socket.AF_UNIX)
+            connection = private(socket.socket(socket.AF_UNIX))
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 connection.connect(meeting)

@@ -7,7 +7,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -36,9 +36,9 @@ def connect(
 ) -> Communicator:
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
-    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's fields (an
-    OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states this rank's
-    place where no launcher's variables do. Collective: every rank calls it with equal settings.
+    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's
+    fields (an OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states
+    this rank's place where no launcher's variables do. Collective: every rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.
@@ -70,6 +70,7 @@ class Team:
 
     @property
     def size(self) -> int:
+        """Number of members."""
         return len(self.ranks)
 
 
@@ -188,6 +189,11 @@ class Communicator:
         self._finalizer = weakref.finalize(self, _leave, session, bootstrap)
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
     def profile(self) -> OrderingProfile:
         """What the transport promises natively (hal/ordering.py)."""
         return self._session.profile
@@ -250,7 +256,8 @@ class Communicator:
             wanted = replace(spec, **settings) if spec else ExpertParallelSpec(**settings)
         except TypeError as error:
             raise ContractError(f"ExpertParallel: {error}".replace("ExpertParallelSpec.__init__() ", "")) from None
-        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=self.config.timeout)
+        timeout = self.config.timeout
+        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=timeout, communicator=self)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this one failed."""
@@ -353,31 +360,18 @@ def _seconds(value: Any) -> float:
 def _config(cfg: HalConfig | Settings | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:
     """The settings as a checked dataclass."""
     base = HalConfig() if cfg is None else connection_config(cfg)
-    given = dict(settings)
-    _check_names(HalConfig, given)
-    topology = given.get("topology")
-    if isinstance(topology, Mapping):
-        _check_names(TopologyConfig, topology, "topology.")
-        given["topology"] = TopologyConfig(**topology)
-    config = replace(base, **given)
-    for name, least in (("queues", 1), ("signal_slots", 1)):
-        _check_count(name, getattr(config, name), least)
-    if not is_dataclass(config.topology):
+    _check_names(HalConfig, settings)
+    config = connection_config({field.name: getattr(base, field.name) for field in fields(HalConfig)} | dict(settings))
+    if not isinstance(config.topology, TopologyConfig):
         raise ContractError(f"topology must be a TopologyConfig or a mapping, not {config.topology!r}")
-    _check_count("topology.nodes", config.topology.nodes, 1)
     return replace(config, timeout=_seconds(config.timeout))
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ContractError(f"{name} must be an integer of at least {least}, not {value!r}")
-
-
-def _check_names(kind: Any, given: Mapping[str, Any], prefix: str = "") -> None:
+def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
     known = [field.name for field in fields(kind)]
     for name in given:
         if name not in known:
-            raise ContractError(f"unknown setting '{prefix}{name}'; known: {', '.join(known)}")
+            raise ContractError(f"unknown setting '{name}'; known: {', '.join(known)}")
 
 
 def _check_topology(config: HalConfig, world_size: int) -> None:

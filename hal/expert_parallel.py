@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hal.backend import Received, Session
     from hal.bootstrap import Bootstrap
+    from hal.communicator import Communicator
     from hal.config import ExpertParallelSpec
 
 T = TypeVar("T")
@@ -118,8 +119,16 @@ class ExpertParallel:
     each, zero included. One thread of a rank drives it. Refused input leaves nothing sent and everything usable.
     """
 
-    def __init__(self, session: Session, bootstrap: Bootstrap, spec: ExpertParallelSpec, *, timeout: float) -> None:
-        """``timeout`` (seconds) is the communicator's, for a ``spec`` that states none.
+    def __init__(
+        self,
+        session: Session,
+        bootstrap: Bootstrap,
+        spec: ExpertParallelSpec,
+        *,
+        timeout: float,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """``timeout`` (seconds) is the communicator's, for a ``spec`` that states none. ``communicator`` is kept alive.
 
         Raises ContractError, on every rank, if any rank's settings break a rule or differ from another's.
         """
@@ -130,7 +139,7 @@ class ExpertParallel:
         self._device = self._engine.device
         self._worker: ThreadPoolExecutor | None = None
         self._tail: Future[Any] | None = None
-        self._closed = False
+        self._communicator, self._closed = communicator, False
 
     # --- what a user asks --------------------------------------------------------------------------------------
 
@@ -368,6 +377,8 @@ class ExpertParallel:
     def _check_open(self) -> None:
         if self._closed:
             raise ContractError("this ExpertParallel is closed: make another with comm.expert_parallel(...)")
+        if self._communicator is not None and self._communicator.closed:
+            raise ContractError("the communicator of this ExpertParallel is closed: connect again")
 
     def _buffer(self, name: str, array: Any) -> Buffer:
         try:

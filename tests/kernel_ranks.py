@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hal_host import _engine
+from hal_host.engine import HostEngine, combine_dtype, shape_of
 
 from hal import reference
 from hal.arrays import NUMPY_DTYPES, as_buffer, to_kind
 from hal.config import ExpertParallelSpec, TopologyConfig
-from hal_host import _engine
-from hal_host.engine import HostEngine, combine_dtype, shape_of
 
 GUARD = 4096
 """Bytes of sentinel behind each window."""
@@ -38,7 +38,9 @@ class Ranks:
         self.nbytes = sum(size for _, size in _engine.buffer_parts(shape))
         self.world = _engine.ThreadWorld(ranks, queues, self.nbytes + GUARD, timeout, lazy)
         self.fabrics = [_engine.ThreadFabric(self.world, r) for r in range(ranks)]
-        self.windows = [np.frombuffer(_engine.memory(_engine.window_address(f), f.size, False), np.uint8) for f in self.fabrics]
+        self.windows = [
+            np.frombuffer(_engine.memory(_engine.window_address(f), f.size, False), np.uint8) for f in self.fabrics
+        ]
         for window in self.windows:
             window[self.nbytes :] = 0xA5
         self.engines = [HostEngine.over_fabric(f, spec, nodes, ranks) for f in self.fabrics]
@@ -86,8 +88,10 @@ def random_tokens(
     """Rows and distinct experts at random; ``none`` of the ids become -1, ``skew`` of the tokens go to the same experts."""
 
     def ids(tokens: int) -> Any:
-        idx = np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(tokens)]) if tokens else np.empty(
-            (0, spec.top_k)
+        idx = (
+            np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(tokens)])
+            if tokens
+            else np.empty((0, spec.top_k))
         )
         idx = np.where(rng.random((tokens, 1)) < skew, np.arange(spec.top_k), idx)
         return np.where(rng.random(idx.shape) < none, -1, idx).astype(rng.choice(["int32", "int64"]))
@@ -98,6 +102,10 @@ def random_tokens(
         [rng.random((t, spec.top_k)).astype(np.float32) for t in counts],
         [rng.random((t, spec.scale_dim)).astype(np.float32) for t in counts] if spec.scale_dim else None,
     )
+
+
+def bits(array: Any) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
 
 
 def same_bits(name: str, got: Any, want: Any) -> None:
@@ -176,7 +184,11 @@ def expect_combine(
     for rank in range(world.ranks):
         got_y, got_weights = results[rank]
         same_bits(f"rank {rank} y", to_kind(got_y, "numpy"), y[rank])
-        same_bits(f"rank {rank} returned weights", None if got_weights is None else to_kind(got_weights, "numpy"), weights[rank])
+        same_bits(
+            f"rank {rank} returned weights",
+            None if got_weights is None else to_kind(got_weights, "numpy"),
+            weights[rank],
+        )
 
 
 def round_trip(

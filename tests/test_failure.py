@@ -34,7 +34,8 @@ def report(call, *arguments, **keywords):
         call(*arguments, **keywords)
         print("no error")
     except PeerTimeout as error:
-        print(f"PeerTimeout rank={{error.rank}} stage={{error.stage}} after={{time.monotonic() - start:.2f}} {{error.reason}}")
+        seconds = time.monotonic() - start
+        print(f"PeerTimeout rank={{error.rank}} stage={{error.stage}} after={{seconds:.2f}} {{error.reason}}")
 
 def settled():
     # Every rank is past the barrier below, so that none can report its failure in there.
@@ -95,8 +96,8 @@ def test_a_rank_that_stalls_is_named_when_the_time_is_up(run_ranks):
 
 def test_a_stopped_process_is_named_when_the_time_is_up(run_ranks):
     body = (
-        "if rank == 1:\n    settled()\n    os.kill(os.getpid(), signal.SIGSTOP)\nelse:\n    report(comm.barrier, timeout=0.5)\n"
-        "    comm.close()\n    os._exit(3)\n"
+        "if rank == 1:\n    settled()\n    os.kill(os.getpid(), signal.SIGSTOP)\nelse:\n"
+        "    report(comm.barrier, timeout=0.5)\n    comm.close()\n    os._exit(3)\n"
     )
     outcome = run_ranks(3, f"{REPORT}\n{body}")
     assert {fault for fault, *_ in faults(outcome, (0, 2)).values()} == {1}
@@ -129,8 +130,8 @@ def test_a_wait_for_a_live_relay_ends_when_the_rank_behind_it_dies(run_ranks):
 def test_a_relay_that_closes_normally_passes_the_blame_on(run_ranks):
     """Rank 2 leaves; rank 1 fails by that; rank 0, which waits for rank 1 only, must hear of rank 2."""
     body = (
-        "if rank == 2:\n    settled()\n    comm.close()\n    time.sleep(1)\nelse:\n    report(comm.wait, 0, 1, source=rank + 1)\n"
-        "    comm.close()\n"
+        "if rank == 2:\n    settled()\n    comm.close()\n    time.sleep(1)\nelse:\n"
+        "    report(comm.wait, 0, 1, source=rank + 1)\n    comm.close()\n"
     )
     found = faults(run_ranks(3, f"{REPORT}\n{body}"), (0, 1))
     assert {rank: fault for rank, (fault, *_) in found.items()} == {0: 2, 1: 2}
@@ -169,13 +170,16 @@ def test_a_rank_that_dies_before_a_collective_call(run_ranks, stage):
     assert {(fault, at) for fault, at, *_ in found.values()} == {(1, "window" if stage == "window" else "rendezvous")}
 
 
-def test_a_forked_helper_does_not_hide_a_death(run_ranks):
+@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("call", ["comm.barrier", "comm.window, 8"])
+def test_a_forked_helper_does_not_hide_a_death(run_ranks, dying, call):
     body = (
-        "if rank == 1:\n    settled()\n    if os.fork() == 0:\n        time.sleep(20)\n        os._exit(0)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\nreport(comm.barrier)\n"
+        f"if rank == {dying}:\n    settled()\n    if os.fork() == 0:\n        time.sleep(20)\n        os._exit(0)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"report({call})\n"
     )
-    (fault, _, seconds, _) = faults(run_ranks(2, f"{REPORT}\n{body}"), (0,))[0]
-    assert fault == 1
+    (fault, _, seconds, _) = faults(run_ranks(2, f"{REPORT}\n{body}"), (1 - dying,))[1 - dying]
+    assert fault == dying
     assert seconds < AT_ONCE
 
 

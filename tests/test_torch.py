@@ -5,29 +5,47 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
-from standin import Rank, run
-from torch import nn
+from standin import Meeting
 
-import hal.torch
+import hal
 from hal.errors import ContractError
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'moe-hal[torch]'")
 
 RANKS, EXPERTS, TOP_K, HIDDEN = 2, 6, 3, 8
 SPEC = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "max_tokens": 64, "dtype": "float32"}
 
 
-class Layer(nn.Module):
+class Rank:
+    """One rank of the embedded backend, and a way for the test's threads to exchange tensors."""
+
+    def __init__(self, comm: hal.Communicator, meeting: Meeting) -> None:
+        self.rank, self.make, self.meeting, self.turn = comm.rank, comm.expert_parallel, meeting, 0
+
+    def all_gather(self, value: object) -> list:
+        self.turn += 1
+        self.meeting.put("values", self.turn, self.rank, value)
+        return self.meeting.get("values", self.turn)
+
+
+def run(ranks: int, one: Callable[[Rank], object]) -> list:
+    meeting = Meeting(ranks)
+    return hal.spawn(ranks, lambda comm: one(Rank(comm, meeting)), timeout=20.0)
+
+
+class Layer(torch.nn.Module):
     """A router and experts; every rank holds all parameters and uses its own experts."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.router = nn.Parameter(torch.randn(HIDDEN, EXPERTS, generator=generator))
-        self.experts = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) * 0.4)
-        self.bias = nn.Parameter(torch.randn(HIDDEN, generator=generator))
+        self.router = torch.nn.Parameter(torch.randn(HIDDEN, EXPERTS, generator=generator))
+        self.experts = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) * 0.4)
+        self.bias = torch.nn.Parameter(torch.randn(HIDDEN, generator=generator))
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, idx = (x @ self.router).softmax(dim=-1).topk(TOP_K, dim=-1)

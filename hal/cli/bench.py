@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.iterations < 1 or args.warmup < 0:
-        raise ContractError(f"--iterations is {args.iterations} and --warmup {args.warmup}; at least 1 and 0 are needed")
+        raise ContractError(
+            f"--iterations is {args.iterations} and --warmup {args.warmup}; at least 1 and 0 are needed"
+        )
     if args.plot is not None:
         _require_matplotlib()
     for file in (args.json, args.plot):
@@ -74,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
     runs = load_sweep(args.overrides) if args.multirun else [([], load_config(args.overrides))]
     results = [_measured(args, chosen, settings) for chosen, settings in runs]
     if args.json is not None:
-        args.json.write_text(json.dumps({"versions": versions(), "runs": [_as_json(*item) for item in results]}, indent=2))
+        args.json.write_text(
+            json.dumps({"versions": versions(), "runs": [_as_json(*item) for item in results]}, indent=2)
+        )
     if args.plot is not None:
         from hal.bench.plot import draw
 
@@ -82,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row.wrong for _, _, rows in results for row in rows))
 
 
-def _measured(
-    args: argparse.Namespace, chosen: list[str], settings: Settings
-) -> tuple[list[str], Settings, list[Row]]:
+def _measured(args: argparse.Namespace, chosen: list[str], settings: Settings) -> tuple[list[str], Settings, list[Row]]:
     plan = Plan(args.operation, _sizes(args, settings), args.warmup, args.iterations, sys.stderr.isatty())
     print(_header(plan, chosen, settings), flush=True)
     samples: list[list[Sample]] = run_ranks(settings, _FUNCTIONS[args.operation], plan)
@@ -109,7 +111,9 @@ def _sizes(args: argparse.Namespace, settings: Settings) -> tuple[int, ...]:
     if min(sizes) < least:
         raise ContractError(f"--sizes has {min(sizes)}; at least {least} is needed")
     if args.operation in ("dispatch", "combine") and max(sizes) > largest:
-        raise ContractError(f"--sizes has {max(sizes)} tokens, more than workload.tokens={largest}; raise workload.tokens")
+        raise ContractError(
+            f"--sizes has {max(sizes)} tokens, more than workload.tokens={largest}; raise workload.tokens"
+        )
     return sizes
 
 
@@ -142,7 +146,10 @@ def _table(plan: Plan, rows: Sequence[Row]) -> str:
              str(row.wrong), str(moved.link), str(moved.local)]
         )  # fmt: skip
     if by_tokens:
-        header, cells = ["tokens", *header], [["", *units], *([str(r.size), *c] for r, c in zip(rows, cells[1:], strict=True))]
+        header, cells = (
+            ["tokens", *header],
+            [["", *units], *([str(r.size), *c] for r, c in zip(rows, cells[1:], strict=True))],
+        )
     lines = report.table(header, cells, left=0).splitlines()
     return "\n".join(["# " + lines[0], "# " + lines[1], *("  " + line for line in lines[2:])])
 

@@ -43,18 +43,30 @@ bool CheckFabric::mutate(Call& call) {
         case Mutation::weaken:
             call.order = call.order == Order::strong ? Order::relaxed : Order::none;
             return true;
-        case Mutation::remove: return false;
-        case Mutation::to_source: call.remote = false; return true;
-        case Mutation::value_up: ++call.value; return true;
-        case Mutation::value_down: --call.value; return true;
-        case Mutation::offset_up: call.offset += call.primitive == Primitive::put ? 16 : 64; return true;
-        case Mutation::other_queue: call.queue = (call.queue + 1) % queues(); return true;
+        case Mutation::remove:
+            return false;
+        case Mutation::to_source:
+            call.remote = false;
+            return true;
+        case Mutation::value_up:
+            ++call.value;
+            return true;
+        case Mutation::value_down:
+            --call.value;
+            return true;
+        case Mutation::offset_up:
+            call.offset += call.primitive == Primitive::put ? 16 : 64;
+            return true;
+        case Mutation::other_queue:
+            call.queue = (call.queue + 1) % queues();
+            return true;
     }
     return true;
 }
 
 // What may block or touch memory before an operation is on its queue.
-void CheckFabric::before_issue(int peer, int queue, std::uint64_t begin, std::uint64_t bytes, bool builds_strong) {
+void CheckFabric::before_issue(int peer, int queue, std::uint64_t begin, std::uint64_t bytes, bool builds_strong,
+                               Access::Kind access) {
     if (builds_strong) {  // quiet(remote) of the (peer, queue); the operation itself is then relaxed
         World::Pending p;
         p.kind = World::Pending::quiet;
@@ -79,6 +91,7 @@ void CheckFabric::before_issue(int peer, int queue, std::uint64_t begin, std::ui
         p.rank = peer;
         p.begin = begin;
         p.end = begin + bytes;
+        p.access = access;
         w_.call(thread_, p);
     }
 }
@@ -140,7 +153,7 @@ void CheckFabric::put(int queue, int peer, std::size_t dst, const void* src, std
         throw ContractViolation("put of " + std::to_string(nbytes) + " bytes; " + p.name + " moves at most " +
                                 std::to_string(p.max_put_bytes));
     const bool built = call.order == Order::strong && p.build_strong_put;
-    before_issue(peer, call.queue, call.offset, nbytes, built);
+    before_issue(peer, call.queue, call.offset, nbytes, built, Access::write);
     look_at_source(src, nbytes);
     send(call.queue, peer, call.offset, src, nbytes, call.order, built ? Order::relaxed : p.put_order(call.order));
 }
@@ -152,21 +165,22 @@ void CheckFabric::signal(int queue, int peer, std::size_t slot, std::uint64_t va
     const Profile& p = w_.config_.profile;
     const Order acts = p.signal_order(call.order, false);
     const bool built = acts == Order::strong && p.build_strong_signal;
-    before_issue(peer, call.queue, call.offset, 8, built);
+    before_issue(peer, call.queue, call.offset, 8, built, op == SignalOp::add ? Access::add : Access::set);
     raise(call.queue, peer, call.offset, call.value, op, call.order, built ? Order::relaxed : acts, -1);
 }
 
-void CheckFabric::put_with_signal(int queue, int peer, std::size_t dst, const void* src, std::size_t nbytes, Order order,
-                                  std::size_t slot, std::uint64_t value, SignalOp op, Order signal_order) {
+void CheckFabric::put_with_signal(int queue, int peer, std::size_t dst, const void* src, std::size_t nbytes,
+                                  Order order, std::size_t slot, std::uint64_t value, SignalOp op, Order signal_order) {
     const Profile& p = w_.config_.profile;
     const Order acts = p.signal_order(signal_order, true);
     const bool built_put = order == Order::strong && p.build_strong_put;
     const bool built_signal = acts == Order::strong && p.build_strong_signal;
-    before_issue(peer, queue, dst, nbytes, built_put || built_signal);
+    before_issue(peer, queue, dst, nbytes, built_put || built_signal, Access::write);
     look_at_source(src, nbytes);
     const std::uint32_t payload =
         send(queue, peer, dst, src, nbytes, order, built_put ? Order::relaxed : p.put_order(order));
-    if (p.at_issue || peer == rank_) before_issue(peer, queue, slot, 8, false);
+    if (p.at_issue || peer == rank_)
+        before_issue(peer, queue, slot, 8, false, op == SignalOp::add ? Access::add : Access::set);
     raise(queue, peer, slot, value, op, signal_order, built_signal ? Order::relaxed : acts, std::int32_t(payload));
 }
 
@@ -184,7 +198,7 @@ std::uint64_t CheckFabric::wait(std::size_t slot, std::uint64_t at_least, int so
     p.queue = queue;
     p.stage = stage;
     w_.call(thread_, p);
-    return w_.slot(rank_, call.offset);
+    return w_.seen(rank_, call.offset, p.at_least);
 }
 
 void CheckFabric::quiet(int queue, int peer, QuietScope scope) {

@@ -30,10 +30,12 @@ class CheckFabric {
   private:
     // The call as it is made; false if the mutation removes it.
     bool mutate(Call& call);
-    std::uint32_t send(int queue, int peer, std::size_t dst, const void* src, std::size_t nbytes, Order order, Order acts);
-    std::uint32_t raise(int queue, int peer, std::size_t slot, std::uint64_t value, SignalOp op, Order order, Order acts,
-                        std::int32_t bundled_with);
-    void before_issue(int peer, int queue, std::uint64_t begin, std::uint64_t bytes, bool builds_strong);
+    std::uint32_t send(int queue, int peer, std::size_t dst, const void* src, std::size_t nbytes, Order order,
+                       Order acts);
+    std::uint32_t raise(int queue, int peer, std::size_t slot, std::uint64_t value, SignalOp op, Order order,
+                        Order acts, std::int32_t bundled_with);
+    void before_issue(int peer, int queue, std::uint64_t begin, std::uint64_t bytes, bool builds_strong,
+                      Access::Kind access);
     void look_at_source(const void* src, std::size_t nbytes);
     void range(std::size_t offset, std::size_t nbytes, const char* what) const;
     std::int64_t own_offset(const void* src) const;

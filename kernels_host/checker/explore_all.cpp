@@ -50,7 +50,9 @@ class Explorer {
 
     SearchResult run() {
         const auto start = std::chrono::steady_clock::now();
-        const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+        const auto seconds = [&] {
+            return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        };
         result_.exhaustive = true;
         do {
             one_run();
@@ -71,8 +73,13 @@ class Explorer {
         World world(subject_.start(), lazy());
         for (std::size_t i = 0; i < frames_.size(); ++i) {
             const bool fresh = i + 1 == frames_.size() && fresh_;
+            if (fresh && !world.is_ready(chosen_)) {  // the reversal was only a guess: without step i it waits
+                std::erase(frames_[i].backtrack, chosen_);
+                guessed_ = true;
+                return;
+            }
             const StepInfo& info = world.execute(fresh ? chosen_ : frames_[i].step.entity);
-            if (fresh) enter(i, info);
+            if (fresh) enter(i, info, world);
         }
         fresh_ = true;
         bool asleep = false;
@@ -86,7 +93,8 @@ class Explorer {
             frames_.push_back({});
             frames_.back().sleep = std::move(sleep);
             frames_.back().backtrack = {*e};
-            enter(frames_.size() - 1, world.execute(*e));
+            const StepInfo& info = world.execute(*e);
+            enter(frames_.size() - 1, info, world);
         }
         ++result_.runs;
         result_.steps += world.steps();
@@ -96,7 +104,7 @@ class Explorer {
 
     void judge(World& world) {
         RunReport r = report(subject_, world);
-        if (world.all_ended()) result_.outcomes.insert(subject_.outcome(world));
+        remember_outcome(result_, subject_, world);
         if (!r.failed() || result_.failure.failed()) return;
         result_.failure = std::move(r);
         for (const Frame& f : frames_) result_.schedule.path.push_back(f.step.entity);
@@ -121,16 +129,37 @@ class Explorer {
     }
 
     // Step `n` was executed: what happens before it, and which earlier steps it races with.
-    void enter(std::size_t n, const StepInfo& info) {
+    void enter(std::size_t n, const StepInfo& info, World& world) {
         Frame& f = frames_[n];
         f.step = info;
         f.before = {};
         for (const std::uint32_t i : info.enabled_by) include(f.before, i);
+        if (!info.accesses.empty() && info.accesses.front().kind == Access::least_wait) need_signals(n);
         for (std::size_t i = n; i-- > 0;) {
             if (f.before.has(std::uint32_t(i)) || independent(frames_[i].step.accesses, info.accesses)) continue;
             if (reversible(i, n)) reverse(i, n);
             include(f.before, std::uint32_t(i));
         }
+        if (info.entity.unit == Entity::thread) watch_sources(f, world);
+    }
+
+    // Accesses of memory that only the kernel knows are not announced. If a step changed the source of an operation whose
+    // read it does not come after, the two can be swapped.
+    static void watch_sources(const Frame& f, World& world) {
+        for (const World::PrivateSource& s : world.private_sources(f.step.entity.owner))
+            if (!f.before.has(s.read_step) && !world.source_unchanged(s.operation))
+                world.report(
+                    {Problem::source_changed, world.rank_of(f.step.entity.owner),
+                     "the source of " + world.name(s.operation) + " is changed while nothing says that it was read"});
+    }
+
+    // A least_wait comes after the signals without which it could not have run, and after no others.
+    void need_signals(std::size_t n) {
+        const Access& slot = frames_[n].step.accesses.front();
+        for (std::size_t i = n; i-- > 0;)
+            for (const Access& a : frames_[i].step.accesses)
+                if (a.signals() && a.overlaps(slot) && !frames_[n].before.has(std::uint32_t(i)) && !reversible(i, n))
+                    include(frames_[n].before, std::uint32_t(i));
     }
 
     void include(Steps& set, std::uint32_t i) {
@@ -148,8 +177,8 @@ class Explorer {
             const Frame& f = frames_[k];
             if (k == i || f.before.has(std::uint32_t(i))) continue;
             for (const Access& a : f.step.accesses) {
-                if (!a.overlaps(slot) || a.kind == Access::read || a.kind == Access::wait) continue;
-                if (!f.step.is_signal) return true;  // a plain write: its value is not known here, so try
+                if (!a.overlaps(slot) || a.looks()) continue;
+                if (!f.step.stores || a.begin != slot.begin) return true;  // its value is not known here, so try
                 value = f.step.op == SignalOp::add ? value + f.step.value : f.step.value;
             }
         }
@@ -172,14 +201,15 @@ class Explorer {
         }
         for (const Entity e : initials)
             if (std::find(f.backtrack.begin(), f.backtrack.end(), e) != f.backtrack.end() || sleeps(f.sleep, e)) return;
-        f.backtrack.push_back(initials.back() == frames_[n].step.entity ? initials.back() : initials.front());
+        f.backtrack.push_back(initials.front());
     }
 
     // The next branch, deepest first; false when there is none.
     bool next() {
         while (!frames_.empty()) {
             Frame& f = frames_.back();
-            f.sleep.push_back({f.step.entity, f.step.accesses});
+            if (!guessed_) f.sleep.push_back({f.step.entity, f.step.accesses});
+            guessed_ = false;
             for (const Entity e : f.backtrack) {
                 if (sleeps(f.sleep, e)) continue;
                 chosen_ = e;
@@ -194,7 +224,8 @@ class Explorer {
     SearchLimits limits_;
     SearchResult result_;
     std::vector<Frame> frames_;
-    bool fresh_ = false;
+    bool fresh_ = false;    // the last frame's step is still to be executed, as chosen_
+    bool guessed_ = false;  // chosen_ could not run there
     Entity chosen_;
 };
 

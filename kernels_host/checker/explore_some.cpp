@@ -2,6 +2,7 @@
 // Bounded and random searches, and the shrinking of what they find.
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <random>
 
 #include "checker/explore.hpp"
@@ -21,7 +22,8 @@ class Clock {
 std::vector<Entity> entities_of(Subject& subject) {
     std::vector<Entity> out;
     run(subject, {}, false, [&](World& w) {
-        for (std::size_t t = 0; t < w.config().thread_rank.size(); ++t) out.push_back({std::uint16_t(t), 0, Entity::thread});
+        for (std::size_t t = 0; t < w.config().thread_rank.size(); ++t)
+            out.push_back({std::uint16_t(t), 0, Entity::thread});
         const bool reads = !w.config().profile.source_read_at_issue && !w.config().profile.at_issue;
         for (const Operation& op : w.operations()) {
             if (op.peer == op.rank || w.config().profile.at_issue) continue;
@@ -70,9 +72,8 @@ SearchResult explore_delays(Subject& subject, int bound, const SearchLimits& lim
         std::vector<Entity> chosen;
         complete = subsets(all, size, 0, chosen, [&](const std::vector<Entity>& held) {
             if (result.runs >= limits.max_runs || clock.seconds() > limits.max_seconds) return false;
-            const RunReport r = run(subject, {held, {}}, false, [&](World& w) {
-                if (w.all_ended()) result.outcomes.insert(subject.outcome(w));
-            });
+            const RunReport r =
+                run(subject, {held, {}}, false, [&](World& w) { remember_outcome(result, subject, w); });
             count(result, r);
             if (!r.failed()) return true;
             if (!result.failure.failed()) {
@@ -88,7 +89,8 @@ SearchResult explore_delays(Subject& subject, int bound, const SearchLimits& lim
     return result;
 }
 
-SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t runs, int depth, const SearchLimits& limits) {
+SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t runs, int depth,
+                            const SearchLimits& limits) {
     const Clock clock;
     SearchResult result;
     std::uint64_t length = 1000;
@@ -97,10 +99,9 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
         const std::uint64_t salt = random();
         std::vector<std::uint64_t> changes;
         for (int d = 1; d < depth; ++d) changes.push_back(random() % std::max<std::uint64_t>(length, 1));
-        std::vector<std::pair<Entity, std::uint64_t>> lowered;
+        std::map<Entity, std::uint64_t> lowered;
         const auto priority = [&](const World&, Entity e) {
-            for (const auto& [entity, p] : lowered)
-                if (entity == e) return p;
+            if (const auto it = lowered.find(e); it != lowered.end()) return it->second;
             const std::uint64_t id = (std::uint64_t(e.owner) << 40) | (std::uint64_t(e.operation) << 8) | e.unit;
             return mix(salt ^ (id + 1)) | (std::uint64_t{1} << 63);
         };
@@ -113,7 +114,7 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
                 const auto low = std::uint64_t(change - changes.begin()) + 1;
                 *change = ~std::uint64_t{0};
                 world.set_priority(e, low);
-                lowered.emplace_back(e, low);
+                lowered[e] = low;
                 continue;
             }
             path.push_back(e);
@@ -121,7 +122,7 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
         }
         RunReport r = report(subject, world);
         length = world.steps();
-        if (world.all_ended()) result.outcomes.insert(subject.outcome(world));
+        remember_outcome(result, subject, world);
         count(result, r);
         if (r.failed() && !result.failure.failed()) {
             result.failure = std::move(r);
@@ -129,8 +130,8 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
             if (limits.stop_at_failure) break;
         }
     }
-    result.bound = std::to_string(result.runs) + " random priority schedules, depth " + std::to_string(depth) + ", seeds from " +
-                   std::to_string(seed);
+    result.bound = std::to_string(result.runs) + " random priority schedules, depth " + std::to_string(depth) +
+                   ", seeds from " + std::to_string(seed);
     result.seconds = clock.seconds();
     return result;
 }

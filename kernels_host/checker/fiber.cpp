@@ -48,6 +48,8 @@ thread_local StackPool stacks;
 extern "C" void hal_checker_switch(void** save, void* load);
 asm(R"(
 .text
+.globl hal_checker_switch
+.hidden hal_checker_switch
 .type hal_checker_switch,@function
 hal_checker_switch:
     pushq %rbp
@@ -66,6 +68,8 @@ hal_checker_switch:
     popq %rbp
     ret
 .size hal_checker_switch,.-hal_checker_switch
+.globl hal_checker_start
+.hidden hal_checker_start
 .type hal_checker_start,@function
 hal_checker_start:
     movq %r12, %rdi
@@ -88,12 +92,12 @@ Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std:
     *--top = 0;  // keeps the stack 16-byte aligned at the call in hal_checker_start
     *--top = 0;
     *--top = reinterpret_cast<std::uintptr_t>(&hal_checker_start);
-    *--top = 0;                                         // rbp
-    *--top = 0;                                         // rbx
-    *--top = reinterpret_cast<std::uintptr_t>(this);    // r12
-    *--top = reinterpret_cast<std::uintptr_t>(entry);   // r13
-    *--top = 0;                                         // r14
-    *--top = 0;                                         // r15
+    *--top = 0;                                        // rbp
+    *--top = 0;                                        // rbx
+    *--top = reinterpret_cast<std::uintptr_t>(this);   // r12
+    *--top = reinterpret_cast<std::uintptr_t>(entry);  // r13
+    *--top = 0;                                        // r14
+    *--top = 0;                                        // r15
     context_->self = top;
 }
 

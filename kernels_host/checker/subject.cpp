@@ -8,25 +8,34 @@
 namespace hal::checker {
 namespace {
 
-constexpr std::uint64_t first_class = std::uint64_t{3} << 60, second_class = std::uint64_t{2} << 60, held_class = 1 << 20;
+constexpr std::uint64_t first_class = std::uint64_t{3} << 60, second_class = std::uint64_t{2} << 60,
+                        held_class = 1 << 20;
 
 // Earlier ones first: threads by index, deliveries by (number, thread), which is close to the order of issue and the same
 // in every run.
 std::uint64_t earlier_first(Entity e) {
-    return (std::uint64_t{1} << 52) - ((std::uint64_t(e.operation) << 18) | (std::uint64_t(e.owner) << 4) | std::min<std::uint64_t>(e.unit, 15));
+    return (std::uint64_t{1} << 52) -
+           ((std::uint64_t(e.operation) << 18) | (std::uint64_t(e.owner) << 4) | std::min<std::uint64_t>(e.unit, 15));
 }
 
 }  // namespace
 
 World::Priority eager(std::vector<Entity> held) {
     return [held = std::move(held)](const World&, Entity e) {
-        if (!held.empty() && std::find(held.begin(), held.end(), e) != held.end()) return held_class + (earlier_first(e) >> 40);
+        if (!held.empty() && std::find(held.begin(), held.end(), e) != held.end())
+            return held_class + (earlier_first(e) >> 40);
         return (e.unit == Entity::thread ? second_class : first_class) + earlier_first(e);
     };
 }
 
+// Source reads last of all, so that a source that is changed too early is read too late.
 World::Priority lazy() {
-    return [](const World&, Entity e) { return (e.unit == Entity::thread ? first_class : second_class) + earlier_first(e); };
+    return [](const World&, Entity e) {
+        const std::uint64_t kind = e.unit == Entity::thread        ? first_class
+                                   : e.unit == Entity::source_read ? held_class
+                                                                   : second_class;
+        return kind + (e.unit == Entity::source_read ? earlier_first(e) >> 4 : earlier_first(e));
+    };
 }
 
 RunReport report(Subject& subject, World& world) {
@@ -37,7 +46,7 @@ RunReport report(Subject& subject, World& world) {
         const Problem& p = world.problems().front();
         r.kind = kinds[p.kind];
         r.failure = "rank " + std::to_string(p.rank) + ": " + p.text;
-    } else if (!world.all_ended()) {
+    } else if (world.hangs()) {
         r.kind = "hang";
         r.failure = world.waiting_text();
     } else {

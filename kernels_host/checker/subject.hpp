@@ -31,8 +31,8 @@ struct Schedule {
 };
 
 struct RunReport {
-    std::string failure;       // empty = right
-    std::string kind;          // hang, wrong data, source changed, exception, contract
+    std::string failure;  // empty = right
+    std::string kind;     // hang, wrong data, source changed, exception, contract
     std::uint64_t steps = 0;
     bool failed() const { return !failure.empty(); }
 };
@@ -44,7 +44,8 @@ World::Priority lazy();  // threads first, deliveries only when every thread wai
 RunReport report(Subject& subject, World& world);
 
 // Runs to the end; `look` sees the world before it is gone.
-RunReport run(Subject& subject, const Schedule& schedule, bool log = false, const std::function<void(World&)>& look = {});
+RunReport run(Subject& subject, const Schedule& schedule, bool log = false,
+              const std::function<void(World&)>& look = {});
 
 // "eager", "hold 0.3w 1", "path 0,0.1w,..." and back. Entities: T = thread, T.N = operation N of thread T: s = its source
 // read, w = its write, wK = piece K of its write.

@@ -73,7 +73,8 @@ struct World::Group {
 
 World::World(WorldConfig config, Priority priority) : config_(std::move(config)), priority_(std::move(priority)) {
     for (int r = 0; r < config_.ranks; ++r) {
-        windows_.emplace_back(static_cast<std::byte*>(::operator new(std::max<std::size_t>(config_.window_bytes, 8), std::align_val_t(64))));
+        windows_.emplace_back(static_cast<std::byte*>(
+            ::operator new(std::max<std::size_t>(config_.window_bytes, 8), std::align_val_t(64))));
         std::memset(windows_.back().get(), 0, config_.window_bytes);
     }
     const std::size_t n = config_.thread_rank.size();
@@ -90,7 +91,8 @@ World::World(WorldConfig config, Priority priority) : config_(std::move(config))
             } catch (const PeerTimeoutError& e) {
                 timed_out_.push_back(std::uint32_t(t));
                 if (!config_.faults.any())
-                    report({Problem::exception, rank_of(int(t)), "PeerTimeout of rank " + std::to_string(e.rank) + " in " + e.stage});
+                    report({Problem::exception, rank_of(int(t)),
+                            "PeerTimeout of rank " + std::to_string(e.rank) + " in " + e.stage});
             } catch (const ContractViolation& e) {
                 report({Problem::contract, rank_of(int(t)), e.what()});
             } catch (const std::exception& e) {
@@ -148,6 +150,15 @@ std::uint64_t World::slot(int rank, std::uint64_t offset) const {
     return v;
 }
 
+// What a wait returns.
+std::uint64_t World::seen(int rank, std::uint64_t offset, std::uint64_t at_least) const {
+    std::uint64_t value = slot(rank, offset);
+    if (const auto it = history_.find({rank, offset}); it != history_.end())
+        for (const std::uint64_t v : it->second)
+            if (v >= at_least) value = std::min(value, v);
+    return value;
+}
+
 World::Outstanding World::outstanding(int rank, int peer, int queue) const {
     Outstanding sum;
     for (int p = peer < 0 ? 0 : peer; p < (peer < 0 ? config_.ranks : peer + 1); ++p)
@@ -172,11 +183,16 @@ bool World::enabled(const Thread& t) const {
     if (t.stalled) return false;
     const Pending& p = t.pending;
     switch (p.kind) {
-        case Pending::wait: return slot(p.rank, p.begin) >= p.at_least;
-        case Pending::quiet: return quiet_reached(p);
-        case Pending::credit: return outstanding(p.rank, p.peer, p.queue).writes < config_.faults.ring_entries;
-        case Pending::pass: return arrived_ >= int(p.at_least);
-        default: return true;
+        case Pending::wait:
+            return slot(p.rank, p.begin) >= p.at_least;
+        case Pending::quiet:
+            return quiet_reached(p);
+        case Pending::credit:
+            return outstanding(p.rank, p.peer, p.queue).writes < config_.faults.ring_entries;
+        case Pending::pass:
+            return arrived_ >= int(p.at_least);
+        default:
+            return true;
     }
 }
 
@@ -207,17 +223,30 @@ void World::run_thread(Entity e) {
     event.peer = p.peer;
     event.queue = p.queue;
     switch (p.kind) {
-        case Pending::read: event.what = What::read; break;
-        case Pending::write: event.what = What::write; break;
-        case Pending::wait: event.what = What::wait; event.peer = p.source; break;
-        case Pending::quiet: event.what = What::quiet; event.value = p.remote; break;
+        case Pending::read:
+            event.what = What::read;
+            break;
+        case Pending::write:
+            event.what = What::write;
+            break;
+        case Pending::wait:
+            event.what = What::wait;
+            event.peer = p.source;
+            break;
+        case Pending::quiet:
+            event.what = What::quiet;
+            event.value = p.remote;
+            break;
         case Pending::arrive:
             event.what = What::arrive;
             ++arrived_;
             arrive_steps_.push_back(step_);
             break;
-        case Pending::pass: event.what = What::pass; break;
-        default: break;
+        case Pending::pass:
+            event.what = What::pass;
+            break;
+        default:
+            break;
     }
     if (event.what != What::end) add_event(event);
     info_.what = event.what;
@@ -236,7 +265,11 @@ void World::run_thread(Entity e) {
         t.stalled = stalled && stalled->first == rank && t.calls >= stalled->second;
         recheck(e.owner);
     }
-    if (p.kind == Pending::write) touched(rank, p.begin, p.end);
+    if (p.kind == Pending::write) {
+        touched(rank, p.begin, p.end);
+        // A slot that is written by hand starts its history anew.
+        history_.erase(history_.lower_bound({rank, p.begin}), history_.lower_bound({rank, p.end}));
+    }
     if (p.kind == Pending::arrive)
         for (std::size_t i = 0; i < threads_.size(); ++i) recheck(int(i));
 }
@@ -284,7 +317,8 @@ std::uint32_t World::issue(Operation op, const void* src) {
     f.unreported = config_.faults.lost_completion == OperationName{op.thread, op.number};
     if (src) f.source_hash = hash_bytes(f.src, op.bytes);
     if (config_.piece_bytes && op.bytes > config_.piece_bytes && !op.is_signal)
-        f.pieces = f.pieces_left = std::uint8_t(std::min<std::size_t>((op.bytes + config_.piece_bytes - 1) / config_.piece_bytes, 8));
+        f.pieces = f.pieces_left =
+            std::uint8_t(std::min<std::size_t>((op.bytes + config_.piece_bytes - 1) / config_.piece_bytes, 8));
     g.by_order[int(op.order)].push_back(id);
     operations_.push_back(op);
     flights_.push_back(std::move(f));
@@ -328,7 +362,8 @@ bool World::may_deliver(std::uint32_t id) const {
     const Group& g = groups_[f.group];
     for (int c = 0; c < 3; ++c) {
         if (!config_.profile.must_precede(Order(c), effect, op.order)) continue;
-        if (g.head[c] < g.by_order[c].size() && operations_[g.by_order[c][g.head[c]]].sequence < op.sequence) return false;
+        if (g.head[c] < g.by_order[c].size() && operations_[g.by_order[c][g.head[c]]].sequence < op.sequence)
+            return false;
     }
     return true;
 }
@@ -355,9 +390,15 @@ void World::read_source(std::uint32_t id) {
     f.data.assign(f.src, f.src + op.bytes);
     f.source_done = true;
     if (hash_bytes(f.data.data(), op.bytes) != f.source_hash && op.src_offset < 0)
-        report({Problem::source_changed, op.rank, "the source of " + name(id) + " changed before the transport had read it"});
+        report({Problem::source_changed, op.rank,
+                "the source of " + name(id) + " changed before the transport had read it"});
     if (op.src_offset >= 0) {
-        Event e{What::source_read, op.thread, op.rank, id, std::uint64_t(op.src_offset), std::uint64_t(op.src_offset) + op.bytes};
+        Event e{What::source_read,
+                op.thread,
+                op.rank,
+                id,
+                std::uint64_t(op.src_offset),
+                std::uint64_t(op.src_offset) + op.bytes};
         add_event(e);
     }
     info_.what = What::source_read;
@@ -378,10 +419,17 @@ void World::deliver_bytes(std::uint32_t id, std::size_t from, std::size_t bytes)
     if (op.is_signal) {
         const std::uint64_t value = (op.op == SignalOp::add ? slot(op.peer, op.dst) : 0) + op.value;
         std::memcpy(target, &value, 8);
+        if (config_.least_waits) history_[{op.peer, op.dst}].push_back(value);
     } else {
         std::memcpy(target + from, flights_[id].data.data() + from, bytes);
     }
     Event e{What::deliver, op.thread, op.rank, id, op.dst + from, op.dst + from + bytes};
+    if (bytes >= 8) {  // what a wait on this word would see
+        e.value = slot(op.peer, op.dst + from);
+        info_.stores = true;
+        info_.op = op.is_signal ? op.op : SignalOp::set;
+        info_.value = op.is_signal ? op.value : e.value;
+    }
     add_event(e);
     touched(op.peer, op.dst + from, op.dst + from + bytes);
 }
@@ -394,9 +442,6 @@ void World::deliver(Entity e) {
     const std::size_t step = f.pieces > 1 ? (op.bytes + f.pieces - 1) / f.pieces : op.bytes;
     const std::size_t from = std::size_t(e.unit - Entity::piece) * step;
     info_.what = What::deliver;
-    info_.is_signal = op.is_signal;
-    info_.op = op.op;
-    info_.value = op.value;
     if (config_.track) {
         enabling_steps(e);
         f.write_steps.push_back(step_);
@@ -429,7 +474,7 @@ void World::complete(std::uint32_t id) {
 const StepInfo& World::execute(Entity e) {
     info_.entity = e;
     info_.enabled_by.clear();
-    info_.is_signal = false;
+    info_.stores = false;
     info_.value = 0;
     if (config_.track) info_.accesses = footprint(e);
     if (e.unit == Entity::thread)
@@ -446,11 +491,16 @@ std::vector<Access> World::footprint(Entity e) const {
     if (e.unit == Entity::thread) {
         const Pending& p = threads_[e.owner]->pending;
         switch (p.kind) {
-            case Pending::read: return {{Access::read, p.rank, p.begin, p.end}};
+            case Pending::read:
+                return {{Access::read, p.rank, p.begin, p.end}};
             case Pending::write:
-            case Pending::write_at: return {{Access::write, p.rank, p.begin, p.end}};
-            case Pending::wait: return {{Access::wait, p.rank, p.begin, p.end}};
-            default: return {};
+                return {{Access::write, p.rank, p.begin, p.end}};
+            case Pending::write_at:
+                return {{p.access, p.rank, p.begin, p.end}};
+            case Pending::wait:
+                return {{config_.least_waits ? Access::least_wait : Access::wait, p.rank, p.begin, p.end}};
+            default:
+                return {};
         }
     }
     const Operation& op = operations_[find(e)];
@@ -461,8 +511,8 @@ std::vector<Access> World::footprint(Entity e) const {
     const Flight& f = flights_[find(e)];
     const std::size_t step = f.pieces > 1 ? (op.bytes + f.pieces - 1) / f.pieces : op.bytes;
     const std::uint64_t from = op.dst + std::uint64_t(e.unit - Entity::piece) * step;
-    const bool adds = op.is_signal && op.op == SignalOp::add;
-    return {{adds ? Access::add : Access::write, op.peer, from, std::min(from + step, op.dst + op.bytes)}};
+    const Access::Kind kind = !op.is_signal ? Access::write : op.op == SignalOp::add ? Access::add : Access::set;
+    return {{kind, op.peer, from, std::min(from + step, op.dst + op.bytes)}};
 }
 
 // Steps that this one could not have run without, for the happens-before relation of a schedule.
@@ -477,7 +527,8 @@ void World::enabling_steps(Entity e) {
         if (p.kind != Pending::quiet && p.kind != Pending::credit) return;
         for (std::size_t i = 0; i < operations_.size(); ++i) {
             const Operation& op = operations_[i];
-            if (op.rank != p.rank || (p.peer >= 0 && op.peer != p.peer) || (p.queue >= 0 && op.queue != p.queue)) continue;
+            if (op.rank != p.rank || (p.peer >= 0 && op.peer != p.peer) || (p.queue >= 0 && op.queue != p.queue))
+                continue;
             if (flights_[i].source_step != no_step) out.push_back(flights_[i].source_step);
             if (p.remote) add_writes(flights_[i]);
         }
@@ -500,6 +551,18 @@ void World::enabling_steps(Entity e) {
     }
 }
 
+std::vector<World::PrivateSource> World::private_sources(int thread) const {
+    std::vector<PrivateSource> out;
+    for (const std::uint32_t id : by_thread_[std::size_t(thread)])
+        if (flights_[id].source_step != no_step && operations_[id].src_offset < 0)
+            out.push_back({id, flights_[id].source_step});
+    return out;
+}
+
+bool World::source_unchanged(std::uint32_t id) const {
+    return hash_bytes(flights_[id].src, operations_[id].bytes) == flights_[id].source_hash;
+}
+
 bool World::time_out_waiting() {
     bool any = false;
     for (std::size_t i = 0; i < threads_.size(); ++i) {
@@ -518,6 +581,10 @@ bool World::time_out_waiting() {
         }
     }
     return any;
+}
+
+bool World::hangs() const {
+    return std::any_of(threads_.begin(), threads_.end(), [](const auto& t) { return !t->ended && !t->stalled; });
 }
 
 std::string World::waiting_text() const {
@@ -541,9 +608,10 @@ std::string World::waiting_text() const {
 std::string World::name(std::uint32_t id) const {
     const Operation& op = operations_[id];
     static const char* orders[] = {"none", "relaxed", "strong"};
-    return std::string(op.is_signal ? "signal" : "put") + " " + std::to_string(op.thread) + "." + std::to_string(op.number) +
-           " (" + orders[int(op.asked)] + ", rank " + std::to_string(op.rank) + " to " + std::to_string(op.peer) + ", queue " +
-           std::to_string(op.queue) + ", bytes " + std::to_string(op.dst) + " ... " + std::to_string(op.dst + op.bytes) + ")";
+    return std::string(op.is_signal ? "signal" : "put") + " " + std::to_string(op.thread) + "." +
+           std::to_string(op.number) + " (" + orders[int(op.asked)] + ", rank " + std::to_string(op.rank) + " to " +
+           std::to_string(op.peer) + ", queue " + std::to_string(op.queue) + ", bytes " + std::to_string(op.dst) +
+           " ... " + std::to_string(op.dst + op.bytes) + ")";
 }
 
 }  // namespace hal::checker

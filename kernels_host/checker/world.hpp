@@ -4,6 +4,7 @@
 #pragma once
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -23,11 +24,12 @@ class CheckFabric;
 // One weakened primitive: the `number`-th call of `thread` that sends or orders.
 struct Mutation {
     enum Kind : std::uint8_t {
-        weaken,          // strong to relaxed, relaxed to none
-        remove,          // the call does nothing
-        to_source,       // quiet remote to quiet source
-        value_up, value_down,  // a signal's value, a wait's threshold
-        offset_up,       // destination, 16 bytes further for a put, 64 for a signal or wait
+        weaken,     // strong to relaxed, relaxed to none
+        remove,     // the call does nothing
+        to_source,  // quiet remote to quiet source
+        value_up,
+        value_down,  // a signal's value, a wait's threshold
+        offset_up,   // destination, 16 bytes further for a put, 64 for a signal or wait
         other_queue,
     } kind;
     std::uint16_t thread;
@@ -42,11 +44,11 @@ struct OperationName {
 };
 
 struct Faults {
-    std::optional<OperationName> lost;              // never arrives
-    std::optional<OperationName> lost_completion;   // arrives; its completion is never reported
-    std::optional<OperationName> error_completion;  // does not arrive, and says so
+    std::optional<OperationName> lost;                     // never arrives
+    std::optional<OperationName> lost_completion;          // arrives; its completion is never reported
+    std::optional<OperationName> error_completion;         // does not arrive, and says so
     std::optional<std::pair<int, std::uint32_t>> stalled;  // (rank, calls after which it stops for ever)
-    std::uint32_t ring_entries = 0;                 // operations in flight on one (peer, queue); 0 = no limit
+    std::uint32_t ring_entries = 0;                        // operations in flight on one (peer, queue); 0 = no limit
     bool any() const { return lost || lost_completion || error_completion || stalled; }
 };
 
@@ -56,11 +58,12 @@ struct WorldConfig {
     std::size_t window_bytes = 0;
     std::vector<int> thread_rank;  // rank of each thread
     std::function<void(int thread, CheckFabric&)> body;
-    std::size_t piece_bytes = 0;   // puts are delivered in pieces of at most this many bytes; 0 = whole
+    std::size_t piece_bytes = 0;  // puts are delivered in pieces of at most this many bytes; 0 = whole
     Faults faults;
     std::optional<Mutation> mutation;
-    bool track = true;             // step numbers of operations, for partial-order reduction
+    bool track = true;  // step numbers of operations, for partial-order reduction
     bool log = false;
+    bool least_waits = false;  // see Access::least_wait
 };
 
 enum class Primitive : std::uint8_t { put, signal, wait, quiet };
@@ -89,9 +92,9 @@ struct StepInfo {
     What what = What::end;
     std::vector<Access> accesses;
     std::vector<std::uint32_t> enabled_by;  // steps without which this one could not run
-    std::uint64_t value = 0;                // signal: its value; wait: the threshold
-    SignalOp op = SignalOp::add;
-    bool is_signal = false;
+    std::uint64_t value = 0;                // added or stored at the start of a write; wait: the threshold
+    SignalOp op = SignalOp::set;
+    bool stores = false;  // `value` is what the first eight bytes of the write added or became
 };
 
 class World {
@@ -117,6 +120,7 @@ class World {
     // With nothing ready: true if every thread has ended. Else each waiting thread gets its PeerTimeout (once), which may
     // make something ready again.
     bool all_ended() const { return ended_ == threads_.size(); }
+    bool hangs() const;  // some thread that no fault has stopped has not ended
     bool time_out_waiting();
     std::string waiting_text() const;
 
@@ -127,9 +131,16 @@ class World {
     const std::vector<std::uint32_t>& timed_out() const { return timed_out_; }
     const WorldConfig& config() const { return config_; }
     int rank_of(int thread) const { return config_.thread_rank[std::size_t(thread)]; }
-    std::byte* window(int rank) { return windows_[std::size_t(rank)].get(); }
+    std::byte* window(int rank) const { return windows_[std::size_t(rank)].get(); }
     void report(Problem p) { problems_.push_back(std::move(p)); }
     std::string name(std::uint32_t operation) const;
+
+    // Operations of a thread whose source, in memory that only this rank knows, was read at `step`: is it as it was then?
+    struct PrivateSource {
+        std::uint32_t operation, read_step;
+    };
+    std::vector<PrivateSource> private_sources(int thread) const;
+    bool source_unchanged(std::uint32_t operation) const;
 
   private:
     friend class CheckFabric;
@@ -145,6 +156,7 @@ class World {
         std::uint64_t begin = 0, end = 0, at_least = 0;
         int source = -1, queue = -1, peer = -1, thread_scope = -1;
         bool remote = true;
+        Access::Kind access = Access::write;  // write_at
         const char* stage = "";
     };
 
@@ -168,6 +180,7 @@ class World {
     void touched(int rank, std::uint64_t begin, std::uint64_t end);
     void enabling_steps(Entity e);
     std::uint64_t slot(int rank, std::uint64_t offset) const;
+    std::uint64_t seen(int rank, std::uint64_t offset, std::uint64_t at_least) const;
     Group& group_of(const Operation& op);
     std::uint32_t find(Entity e) const { return by_thread_[e.owner][e.operation]; }
     bool lost(const Operation& op) const;
@@ -199,6 +212,7 @@ class World {
     std::size_t ended_ = 0;
     int arrived_ = 0;
     std::vector<std::uint32_t> arrive_steps_;
+    std::map<std::pair<int, std::uint64_t>, std::vector<std::uint64_t>> history_;  // (rank, slot): values; least_waits
     bool abandoning_ = false;
 };
 

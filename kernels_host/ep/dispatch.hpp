@@ -9,6 +9,7 @@
 // its owner offered it in this round's ready word. Headers are two rounds deep: a rank sends header e + 2 after it got
 // every peer's ready word of e + 1, which a peer sends after it has read all headers of e.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -44,7 +45,8 @@ class Dispatch {
   public:
     Dispatch(Fabric& fabric, const BufferLayout& layout)
         : f_(fabric), l_(layout), s_(layout.shape), me_(fabric.rank()), node_(node_of(s_, me_)),
-          meta_(std::size_t(s_.num_buffers)), header_(std::size_t(s_.num_buffers)), dirty_(std::size_t(s_.num_buffers)) {
+          meta_(std::size_t(s_.num_buffers)), header_(std::size_t(s_.num_buffers)),
+          dirty_(std::size_t(s_.num_buffers)) {
         for (auto& d : dirty_) d.assign(std::size_t(s_.ranks * groups(s_)), 0);
     }
 
@@ -78,7 +80,7 @@ class Dispatch {
         for (int i = 1; i < s_.ranks; ++i) {
             const int source = (me_ + i) % s_.ranks, from = deliverer_of(s_, source, me_);
             if (from == me_) continue;  // this rank forwarded them to itself
-            RowReader<Fabric> reader(f_, s_.completion, from, area, arrival(Sig::rows, source, round.epoch),
+            RowReader<Fabric> reader(f_, s_.completion, from, area, arrival(Sig::rows, round.slot, source, round.epoch),
                                      std::size_t(meta_bytes(s_)), "dispatch rows");
             reader.wait();
             for (int g = 0; g < groups(s_); ++g) {
@@ -88,7 +90,7 @@ class Dispatch {
         }
         clear_gaps(round);
         hand_out(round, out);
-        if (s_.completion == Completion::strong_signal_no_cqe) exit(round.epoch);
+        if (s_.completion == Completion::strong_signal_no_cqe) exit(round);
         round.received = true;
     }
 
@@ -98,9 +100,9 @@ class Dispatch {
     Received& received(Route& route, int source, int group) const {
         return route.received[std::size_t(source * groups(s_) + group)];
     }
-    Arrival arrival(Sig kind, int publisher, std::uint64_t epoch) const {
-        const std::uint64_t i = std::uint64_t(publisher) * 2;
-        return {{l_.signal(kind, i), l_.signal(kind, i + 1)}, rows_word(epoch, false)};
+    // `slot` is the receiver's.
+    Arrival arrival(Sig kind, std::uint32_t slot, int publisher, std::uint64_t epoch) const {
+        return {{l_.staged(kind, slot, publisher, 0), l_.staged(kind, slot, publisher, 1)}, rows_word(epoch, false)};
     }
     // Peers in the order in which this rank serves them: each rank starts at another one, so none is everyone's first.
     int peer(int i) const { return (me_ + i) % s_.ranks; }
@@ -144,7 +146,8 @@ class Dispatch {
     // One record for each token: scales, global ids, weights. Every copy of the token's row carries the same record.
     void pack_meta(std::uint32_t slot, const State& state, const DispatchInput& in) {
         const Routing& home = state.route->home;
-        const std::size_t bytes = std::size_t(meta_bytes(s_)), k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim);
+        const std::size_t bytes = std::size_t(meta_bytes(s_)), k = std::size_t(s_.top_k),
+                          scales = std::size_t(s_.scale_dim);
         std::vector<std::byte>& meta = meta_[slot];
         meta.resize(std::size_t(home.tokens) * bytes);
         const std::vector<std::int32_t>& ids = home.ids;
@@ -165,12 +168,15 @@ class Dispatch {
             header = route.home.counts;
             if (is_hierarchical(s_))
                 for (int node = 0; node < s_.nodes; ++node)
-                    header.push_back(node == node_ ? 0 : std::int32_t(route.crossing[std::size_t(other_index(node, node_))].size()));
+                    header.push_back(
+                        node == node_ ? 0 : std::int32_t(route.crossing[std::size_t(other_index(node, node_))].size()));
             std::memcpy(f_.write(l_.header(round.epoch, me_), 4 * header.size()), header.data(), 4 * header.size());
         }
         for (int i = 1; i < s_.ranks; ++i) {
-            if (counts) f_.put(0, peer(i), l_.header(round.epoch, me_), header.data(), 4 * header.size(), Order::relaxed);
-            f_.signal(0, peer(i), l_.ready(round.epoch, me_), ready_word(own_ready(round)), SignalOp::set, Order::strong);
+            if (counts)
+                f_.put(0, peer(i), l_.header(round.epoch, me_), header.data(), 4 * header.size(), Order::relaxed);
+            f_.signal(0, peer(i), l_.ready(round.epoch, me_), ready_word(own_ready(round)), SignalOp::set,
+                      Order::strong);
         }
     }
 
@@ -182,8 +188,8 @@ class Dispatch {
     void wait_ready(DispatchRound& round) {
         std::vector<Ready> peers(std::size_t(s_.ranks), own_ready(round));
         for (int i = 1; i < s_.ranks; ++i)
-            peers[std::size_t(peer(i))] = ready_of(f_.wait(l_.ready(round.epoch, peer(i)), ready_word({round.epoch, 0, false, 0}),
-                                                           peer(i), 0, "dispatch ready"));
+            peers[std::size_t(peer(i))] = ready_of(f_.wait(
+                l_.ready(round.epoch, peer(i)), ready_word({round.epoch, 0, false, 0}), peer(i), 0, "dispatch ready"));
         for (int p = 0; p < s_.ranks; ++p) {
             try {
                 agree(own_ready(round), peers[std::size_t(p)], p);
@@ -197,11 +203,13 @@ class Dispatch {
 
     static void agree(const Ready& own, const Ready& other, int rank) {
         if (other.reuse != own.reuse)
-            throw ContractViolation("rank " + std::to_string(rank) + (other.reuse ? " reuses a handle and this rank exchanges counts"
-                                                                                  : " exchanges counts and this rank reuses a handle") +
+            throw ContractViolation("rank " + std::to_string(rank) +
+                                    (other.reuse ? " reuses a handle and this rank exchanges counts"
+                                                 : " exchanges counts and this rank reuses a handle") +
                                     "; pass a handle on all ranks or on none");
         if (other.tag != own.tag)
-            throw ContractViolation("rank " + std::to_string(rank) + " reuses the handle of another dispatch than this rank (" +
+            throw ContractViolation("rank " + std::to_string(rank) +
+                                    " reuses the handle of another dispatch than this rank (" +
                                     std::to_string(other.tag) + " and " + std::to_string(own.tag) +
                                     "); pass handles of the same dispatch on all ranks");
     }
@@ -287,7 +295,7 @@ class Dispatch {
                 continue;
             }
             f_.put(0, p, at, message, 4 * ints, Order::relaxed);
-            f_.signal(0, p, count_signal(slot, me_), round.epoch, SignalOp::set, Order::strong);
+            f_.signal(0, p, l_.staged(Sig::counts, slot, me_, 0), round.epoch, SignalOp::set, Order::strong);
         }
     }
 
@@ -295,7 +303,8 @@ class Dispatch {
         Route& route = *round.state->route;
         const std::size_t ints = 1 + std::size_t(groups(s_));
         for (int source = 0; source < s_.ranks; ++source) {
-            if (source != me_) f_.wait(count_signal(round.slot, source), round.epoch, source, 0, "dispatch counts");
+            if (source != me_)
+                f_.wait(l_.staged(Sig::counts, round.slot, source, 0), round.epoch, source, 0, "dispatch counts");
             std::vector<std::int32_t> message(ints);
             std::memcpy(message.data(), f_.read(l_.count_message(round.slot, source), 4 * ints), 4 * ints);
             std::int64_t back = message[0];
@@ -306,25 +315,23 @@ class Dispatch {
         }
     }
 
-    std::uint64_t count_signal(std::uint64_t slot, int source) const {
-        return l_.signal(Sig::counts, slot * std::uint64_t(s_.ranks) + std::uint64_t(source));
-    }
-
     void send_rows(const DispatchRound& round, const std::byte* x) {
         const Route& route = *round.state->route;
         if (is_hierarchical(s_))  // the longest way first
             for (int i = 1; i < s_.nodes; ++i) cross(round, (node_ + i) % s_.nodes, x);
         for (int i = 1; i < node_ranks_served(); ++i) {
             const int p = is_hierarchical(s_) ? neighbour(i) : peer(i);
-            RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(round.offered[std::size_t(p)]),
-                                     arrival(Sig::rows, me_, round.epoch), rows_to_rank(route.home, p));
+            const std::uint32_t slot = round.offered[std::size_t(p)];
+            RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot),
+                                     arrival(Sig::rows, slot, me_, round.epoch), rows_to_rank(route.home, p));
             for_rows_to(route.home, p, [&](int d, std::int64_t n, std::int32_t t) {
                 writer.row(std::uint64_t(route.place[std::size_t(d)] + n), record(round.slot, x, t));
             });
             writer.complete();
         }
         for_rows_to(route.home, me_, [&](int d, std::int64_t n, std::int32_t t) {
-            local_row(f_, receive_area(round.slot), std::uint64_t(route.place[std::size_t(d)] + n), record(round.slot, x, t));
+            local_row(f_, receive_area(round.slot), std::uint64_t(route.place[std::size_t(d)] + n),
+                      record(round.slot, x, t));
         });
     }
 
@@ -355,8 +362,9 @@ class Dispatch {
         const std::vector<std::int32_t>& tokens = round.state->route->crossing[std::size_t(other_index(node, node_))];
         const int rail = rail_of(s_, me_, node);
         const std::int64_t base = rail_base(s_, node_, node);
-        RowWriter<Fabric> writer(f_, s_.completion, rail, BufferLayout::nth(l_.rail, round.offered[std::size_t(rail)]),
-                                 arrival(Sig::rail, me_, round.epoch), std::int64_t(tokens.size()));
+        const std::uint32_t slot = round.offered[std::size_t(rail)];
+        RowWriter<Fabric> writer(f_, s_.completion, rail, BufferLayout::nth(l_.rail, slot),
+                                 arrival(Sig::rail, slot, me_, round.epoch), std::int64_t(tokens.size()));
         for (std::size_t i = 0; i < tokens.size(); ++i)
             writer.row(std::uint64_t(base) + i, record(round.slot, x, tokens[i]));
         writer.complete();
@@ -380,7 +388,7 @@ class Dispatch {
         const std::size_t count = std::size_t(route.crossed[std::size_t(source)]), k = std::size_t(s_.top_k);
         const std::uint64_t base = std::uint64_t(rail_base(s_, node, node_));
         const RowArea rail = BufferLayout::nth(l_.rail, round.slot);
-        RowReader<Fabric> reader(f_, s_.completion, source, rail, arrival(Sig::rail, source, round.epoch),
+        RowReader<Fabric> reader(f_, s_.completion, source, rail, arrival(Sig::rail, round.slot, source, round.epoch),
                                  std::size_t(meta_bytes(s_)), "dispatch rail rows");
         reader.wait();
         reader.take(base, count);
@@ -406,7 +414,8 @@ class Dispatch {
         const std::uint64_t base = std::uint64_t(rail_base(s_, node, node_));
         const auto staged = [&](std::int32_t n) {
             const std::uint64_t row = base + std::uint64_t(n);
-            return Record{f_.read(rail.x(row), rail.x_bytes), rail.x_bytes, f_.read(rail.meta(row), rail.meta_bytes), rail.meta_bytes};
+            return Record{f_.read(rail.x(row), rail.x_bytes), rail.x_bytes, f_.read(rail.meta(row), rail.meta_bytes),
+                          rail.meta_bytes};
         };
         if (p == me_) {
             for_rows_to(fwd.routing, p, [&](int d, std::int64_t n, std::int32_t t) {
@@ -414,8 +423,9 @@ class Dispatch {
             });
             return;
         }
-        RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(round.offered[std::size_t(p)]),
-                                 arrival(Sig::rows, source, round.epoch), rows_to_rank(fwd.routing, p));
+        const std::uint32_t slot = round.offered[std::size_t(p)];
+        RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot),
+                                 arrival(Sig::rows, slot, source, round.epoch), rows_to_rank(fwd.routing, p));
         for_rows_to(fwd.routing, p, [&](int d, std::int64_t n, std::int32_t t) {
             writer.row(std::uint64_t(fwd.place[std::size_t(d)] + n), staged(t));
         });
@@ -454,31 +464,36 @@ class Dispatch {
             for (int source = 0; source < s_.ranks; ++source) {
                 const Received& r = received(route, source, g);
                 pad(out, done, r.place);
-                if (s_.layout == Layout::expert) out.tokens_per_expert[g] += std::int32_t(r.count);
-                for (std::int64_t row = r.place; row < r.place + r.count; ++row) hand_out_row(round.slot, row, g, out);
+                if (r.count) hand_out_rows(round.slot, r, g, out);
                 done = r.place + r.count;
             }
         pad(out, done, route.starts.back());
         if (out.expert_offsets) std::memcpy(out.expert_offsets, route.starts.data(), 8 * route.starts.size());
     }
 
-    void hand_out_row(std::uint32_t slot, std::int64_t row, int group, const DispatchOutput& out) {
-        const std::size_t k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim), r = std::size_t(row);
-        const std::byte* meta = f_.read(receive_area(slot).meta(std::uint64_t(row)), std::size_t(meta_bytes(s_)));
-        const auto* ids = reinterpret_cast<const std::int32_t*>(meta) + scales;
-        const auto* weights = reinterpret_cast<const float*>(ids + k);
-        const std::int32_t first = me_ * local_experts(s_);
-        if (scales) std::memcpy(out.scales + r * scales, meta, 4 * scales);
-        for (std::size_t j = 0; j < k; ++j) {
-            const std::int32_t local = ids[j] - first;
-            const bool mine = ids[j] >= first && local < local_experts(s_);
-            if (s_.layout == Layout::rank) {
-                out.topk_idx[r * k + j] = mine ? local : -1;
-                out.topk_weights[r * k + j] = mine ? weights[j] : 0.0F;
+    // The rows' records into the caller's planes, global ids as local ones.
+    void hand_out_rows(std::uint32_t slot, const Received& r, int group, const DispatchOutput& out) {
+        const std::size_t k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim),
+                          stride = std::size_t(meta_bytes(s_));
+        const std::int32_t local_count = local_experts(s_), first = me_ * local_count;
+        const std::byte* meta = f_.read(receive_area(slot).meta(std::uint64_t(r.place)), stride * std::size_t(r.count));
+        if (s_.layout == Layout::expert) out.tokens_per_expert[group] += std::int32_t(r.count);
+        for (std::size_t row = std::size_t(r.place); row < std::size_t(r.place + r.count); ++row, meta += stride) {
+            const auto* ids = reinterpret_cast<const std::int32_t*>(meta) + scales;
+            const auto* weights = reinterpret_cast<const float*>(ids + k);
+            if (scales) std::memcpy(out.scales + row * scales, meta, 4 * scales);
+            if (s_.layout == Layout::expert) {
+                const std::int32_t* at = std::find(ids, ids + k, first + group);
+                out.topk_idx[row] = group;
+                out.topk_weights[row] = weights[at - ids];
+                continue;
+            }
+            for (std::size_t j = 0; j < k; ++j) {
+                const std::int32_t local = ids[j] - first;
+                const bool mine = std::uint32_t(local) < std::uint32_t(local_count);
+                out.topk_idx[row * k + j] = mine ? local : -1;
+                out.topk_weights[row * k + j] = mine ? weights[j] : 0.0F;
                 if (mine) ++out.tokens_per_expert[local];
-            } else if (local == group) {
-                out.topk_idx[r] = group;
-                out.topk_weights[r] = weights[j];
             }
         }
     }
@@ -496,11 +511,12 @@ class Dispatch {
     }
 
     // Without completion entries nothing local says when sources are free: everyone's word that all arrived does.
-    void exit(std::uint64_t epoch) {
+    void exit(const DispatchRound& round) {
         for (int i = 1; i < s_.ranks; ++i)
-            f_.signal(0, peer(i), l_.signal(Sig::exit, std::uint64_t(me_)), epoch, SignalOp::set, Order::strong);
+            f_.signal(0, peer(i), l_.staged(Sig::exit, round.offered[std::size_t(peer(i))], me_, 0), round.epoch,
+                      SignalOp::set, Order::strong);
         for (int i = 1; i < s_.ranks; ++i)
-            f_.wait(l_.signal(Sig::exit, std::uint64_t(peer(i))), epoch, peer(i), 0, "dispatch exit");
+            f_.wait(l_.staged(Sig::exit, round.slot, peer(i), 0), round.epoch, peer(i), 0, "dispatch exit");
     }
 
     Fabric& f_;

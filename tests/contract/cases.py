@@ -60,7 +60,17 @@ class Case:
     @property
     def settings(self) -> dict[str, Any]:
         """Arguments of ``comm.expert_parallel``."""
-        names = ("schedule", "layout", "completion", "dtype", "alignment", "top_k", "num_buffers", "hidden", "num_experts")
+        names = (
+            "schedule",
+            "layout",
+            "completion",
+            "dtype",
+            "alignment",
+            "top_k",
+            "num_buffers",
+            "hidden",
+            "num_experts",
+        )
         return {**{n: getattr(self, n) for n in names}, "scale_dim": self.scale_dim, "max_tokens": MAX_TOKENS}
 
     def __str__(self) -> str:
@@ -88,7 +98,7 @@ def pairwise() -> list[Case]:
         for name in names:
             if name not in chosen:
                 fits = [value for value in VALUES[name] if possible({**chosen, name: value})]
-                chosen[name] = max(fits, key=lambda value: len(_pairs({**chosen, name: value}, names) & missing))  # noqa: B023
+                chosen[name] = max(fits, key=lambda value: len(_pairs({**chosen, name: value}, names) & missing))
         missing -= _pairs(chosen, names)
         cases.append(Case(**chosen))
     return cases

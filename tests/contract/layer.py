@@ -71,7 +71,9 @@ class Layer:
         self.ep = comm.expert_parallel(**case.settings)
 
     def arguments(self, tokens: Tokens, **options: Any) -> dict[str, Any]:
-        names = ("x", "topk_weights", "scales") if options.get("handle") else ("x", "topk_idx", "topk_weights", "scales")
+        names = (
+            ("x", "topk_weights", "scales") if options.get("handle") else ("x", "topk_idx", "topk_weights", "scales")
+        )
         return {**{name: self.target.give(getattr(tokens, name), self.rank) for name in names}, **options}
 
     def dispatch(self, tokens: Tokens, expected: Expected, **options: Any) -> hal.Handle:
@@ -83,7 +85,10 @@ class Layer:
         rows = expected.rows[self.rank]
         for name in FIELDS:
             same(name, getattr(out, name), getattr(rows, name))
-        poison(*(getattr(out, name) for name in FIELDS))
+        poison(*(getattr(out, name) for name in FIELDS[1:]))
+        # HAL clears what HAL wrote: in the fixed slots of schedule latency, callers leave padding rows alone.
+        filled = (rows.topk_idx >= 0).any(axis=tuple(range(1, rows.topk_idx.ndim)))
+        poison(out.x, rows=filled if self.case.schedule == "latency" else None)
         return out.handle
 
     def combine(self, answers: list[Array], handle: hal.Handle, wanted: list[Array], **options: Any) -> None:
@@ -103,7 +108,9 @@ def same(name: str, given: Any, wanted: Array | None) -> None:
         width = wanted.size // len(wanted) * wanted.itemsize  # nothing empty gets here
         rows = np.flatnonzero((bits(given, width) != bits(wanted, width)).any(axis=1))
         row = rows[0]
-        raise AssertionError(f"{name} differs in rows {rows[:8]} of {len(wanted)}; row {row}: {given[row]} != {wanted[row]}")
+        begins = [np.ravel(array[row])[:4] for array in (given, wanted)]
+        text = f"{name} differs in rows {rows[:8]} of {len(wanted)}; row {row} begins {begins[0]}, expected {begins[1]}"
+        raise AssertionError(text)
 
 
 def bits(array: Array, width: int) -> Array:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ class Target:
         """How many ranks it can run: devices have one each."""
         return sys.maxsize if self.backend == "host" else _devices(self.backend)
 
-    def run(self, ranks: int, nodes: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    def run(
+        self, ranks: int, nodes: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
+    ) -> list[Any]:
         """``function(comm, *args)`` on every rank; the results in rank order."""
         config = hal.HalConfig(self.backend, self.transport, hal.TopologyConfig(nodes), timeout=timeout)
         return hal.spawn(ranks, function, *args, config=config)
@@ -61,22 +64,22 @@ def fetch(array: Any) -> NDArray[Any]:
     return as_numpy(as_buffer(array)).copy()
 
 
-def poison(*arrays: Any) -> None:
-    """Overwrite what a backend gave, so that whoever reuses the memory without filling it is found out."""
+def poison(*arrays: Any, rows: NDArray[Any] | None = None) -> None:
+    """Overwrite what a backend gave (or some rows of it), so that who reuses the memory without filling it is seen."""
+    which = slice(None) if rows is None else rows
     for array in arrays:
-        if array is None or type(array).__module__.startswith("jax"):
-            continue
         if isinstance(array, np.ndarray):
-            if array.flags.writeable:
-                array.view(np.uint8)[...] = 0xEE
-        else:
+            array.view(np.uint8)[which] = 0xEE
+        elif array is not None:
             import torch
 
-            array.view(torch.uint8).fill_(0xEE)
+            array.view(torch.uint8)[which] = 0xEE
 
 
 def kinds_of(target: Target) -> list[str]:
-    return ["numpy", "torch", "jax"] if target.backend == "host" else ["torch"]
+    """The array libraries that can be tried; those that are not installed are left out."""
+    installed = [name for name in ("numpy", "torch", "jax") if importlib.util.find_spec(name)]
+    return installed if target.backend == "host" else ["torch"]
 
 
 def in_kind(array: NDArray[Any] | None, kind: str) -> Any:

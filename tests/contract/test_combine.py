@@ -98,6 +98,22 @@ def test_handles_in_any_order_and_more_than_once(target, case):
     on_all_ranks(target, case, body)
 
 
+def test_combines_back_to_back(target, case):
+    """No dispatch between them that would hold a fast rank back: its rows must not reach a sum still being made."""
+    sent = batch(case, 35, lambda r: 16)
+    expected = Expected(case, sent)
+    answers = [expected.answers(seed) for seed in (1, 2, 3)]
+    sums = [expected.combine(rows) for rows in answers]
+
+    def body(layer: Layer) -> None:
+        handle = layer.dispatch(sent[layer.rank], expected)
+        given = [layer.target.give(rows[layer.rank], layer.rank) for rows in answers]
+        for turn in range(40):
+            same("y", layer.ep.combine(given[turn % 3], handle), sums[turn % 3][layer.rank])
+
+    on_all_ranks(target, case, body)
+
+
 def test_halves_leave_room_for_other_work(target, case):
     """A combine of one batch is on its way while the next dispatch starts; each is received later."""
     batches = [batch(case, seed) for seed in (30, 31, 32)]

@@ -7,13 +7,17 @@ not, and the run goes on.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tables
 from cases import CASES, PLAIN
 from layer import Expected, Layer, batch, on_all_ranks
+from targets import TIMEOUT
 
-from hal.errors import CapacityError, ContractError, PeerTimeout
+from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 
 
 def arrays(layer: Layer, sent, **changes):
@@ -101,21 +105,79 @@ def test_a_rank_that_reuses_a_handle_while_another_exchanges_counts(target):
         assert "handle" in text
 
 
-def test_a_rank_that_stays_away_is_named(target):
+def test_a_rank_that_stalls_is_named_when_the_time_is_up(target):
+    sent = batch(PLAIN, 6)
+    done = threading.Event()
+
+    def body(comm) -> None:
+        layer = Layer(target, PLAIN, comm)
+        if comm.rank:
+            assert done.wait(10)
+            return
+        with pytest.raises(PeerTimeout) as error:
+            layer.ep.dispatch(**layer.arguments(sent[0]))
+        done.set()
+        assert (error.value.rank, error.value.stage.split()[0]) == (1, "dispatch")
+        assert 0.4 < error.value.seconds < 5
+        with pytest.raises(HalError, match="only be closed"):
+            layer.ep.dispatch(**layer.arguments(sent[0]))
+
+    target.run(PLAIN.ranks, PLAIN.nodes, body, timeout=0.5)
+
+
+def test_a_rank_that_leaves_is_noticed_at_once(target):
     sent = batch(PLAIN, 6)
 
     def body(comm) -> None:
         layer = Layer(target, PLAIN, comm)
         if comm.rank == 0:
-            with pytest.raises(PeerTimeout) as error:
+            with pytest.raises(PeerTimeout, match="closed its communicator") as error:
                 layer.ep.dispatch(**layer.arguments(sent[0]))
             assert error.value.rank == 1
-            assert error.value.seconds < 5
+            assert error.value.seconds < TIMEOUT / 2
 
-    try:
-        target.run(PLAIN.ranks, PLAIN.nodes, body, timeout=0.5)
-    except PeerTimeout as error:  # rank 1 may notice that rank 0 gave up
-        assert error.rank == 0
+    target.run(PLAIN.ranks, PLAIN.nodes, body)
+
+
+def test_a_closed_communicator_is_said_to_be_closed(target):
+    sent = batch(PLAIN, 7)
+
+    def body(comm) -> None:
+        layer = Layer(target, PLAIN, comm)
+        out = layer.ep.dispatch(**layer.arguments(sent[comm.rank]))
+        comm.barrier()
+        comm.close()
+        for call in (
+            lambda: layer.ep.dispatch(**layer.arguments(sent[comm.rank])),
+            lambda: layer.ep.combine(out.x, out.handle),
+        ):
+            with pytest.raises(HalError, match="closed"):
+                call()
+        layer.ep.close()
+
+    target.run(PLAIN.ranks, PLAIN.nodes, body)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_more_dispatches_in_flight_than_receive_slots(target, num_buffers):
+    case = replace(PLAIN, num_buffers=num_buffers)
+    sent = batch(case, 8)
+    expected = Expected(case, sent)
+    limit = max(1, num_buffers - 1)
+
+    def body(layer: Layer) -> None:
+        arguments = layer.arguments(sent[layer.rank])
+        # Whether a rank still holds an earlier result must not decide what is refused: peers may hold none.
+        held = layer.ep.dispatch(**arguments) if layer.rank % 2 else layer.ep.dispatch(**arguments).handle
+        pending = [layer.ep.dispatch_send(**arguments) for _ in range(limit)]
+        with pytest.raises(CapacityError, match=rf"needed {limit + 1}, given {limit}.*num_buffers"):
+            layer.ep.dispatch_send(**arguments)
+        for one in pending:
+            layer.check(layer.ep.dispatch_recv(one), expected)
+        layer.dispatch(sent[layer.rank], expected)
+        del held
+
+    on_all_ranks(target, case, body)
 
 
 def test_use_after_close(target):

@@ -30,24 +30,28 @@ struct RowArea {
     HAL_FN std::uint64_t bytes() const {
         return plane(rows * x_bytes) + plane(rows * meta_bytes) + rows * block_row_bytes;
     }
-    HAL_FN static std::uint64_t plane(std::uint64_t n) { return std::uint64_t(align_up(std::int64_t(n), block_bytes())); }
+    HAL_FN static std::uint64_t plane(std::uint64_t n) {
+        return std::uint64_t(align_up(std::int64_t(n), block_bytes()));
+    }
 };
 
 HAL_FN RowArea row_area(const EpShape& s, std::int64_t rows, std::int64_t x_bytes, std::int64_t meta) {
-    const std::int64_t blocks = s.completion == Completion::flag_in_block ? blocks_of(x_bytes + meta) * block_bytes() : 0;
+    const std::int64_t blocks =
+        s.completion == Completion::flag_in_block ? blocks_of(x_bytes + meta) * block_bytes() : 0;
     return {0, std::uint64_t(rows), std::uint64_t(x_bytes), std::uint64_t(meta), std::uint64_t(blocks)};
 }
 
-// Signal slots. Each has one publisher, so none is ever written by two ranks.
+// Signal slots. Each has one publisher, so none is ever written by two ranks. Those from `counts` to `home` exist for each
+// slot of the areas that they speak of and for each of two queues, so rounds in flight never share one.
 enum class Sig : std::uint8_t {
-    ready,    // [2][ranks]: opens a dispatch round
-    counts,   // [num_buffers][ranks]: schedule latency
-    rows,     // [ranks][2 queues]: source's rows are in their final place
-    rail,     // [ranks][2 queues]: source's rows are in the rail area
-    exit,     // [ranks]: that rank has received the round; no source is still read
-    gather,   // [num_buffers][ranks][2 queues]: a node member's rows are in the gather area
-    home,     // [num_buffers][ranks][2 queues]: rows are back home
-    credit,   // [ranks]: the last combine round that rank has finished
+    ready,   // [2][ranks]: opens a dispatch round
+    counts,  // [ranks]: schedule latency, source's counts are here
+    rows,    // [ranks]: source's rows are in their final place
+    rail,    // [ranks]: source's rows are in the rail area
+    exit,    // [ranks]: that rank has received the round; no source is still read
+    gather,  // [ranks]: a node member's rows are in the gather area
+    home,    // [ranks]: rows are back home
+    credit,  // [ranks]: the last combine round that rank has finished
     end,
 };
 
@@ -60,7 +64,7 @@ struct BufferLayout {
 
     HAL_FN static std::uint64_t slots_before(const EpShape& s, Sig kind) {
         const std::uint64_t r = std::uint64_t(s.ranks), b = std::uint64_t(s.num_buffers);
-        const std::uint64_t n[] = {2 * r, b * r, 2 * r, 2 * r, r, 2 * b * r, 2 * b * r, r};
+        const std::uint64_t staged = 2 * b * r, n[] = {2 * r, staged, staged, staged, staged, staged, staged, r};
         std::uint64_t sum = 0;
         for (int i = 0; i < int(kind); ++i) sum += n[i];
         return sum;
@@ -100,7 +104,8 @@ HAL_FN BufferLayout buffer_layout(const EpShape& s) {
     l.counts_bytes = latency ? std::uint64_t(align_up(4 * (1 + groups(s)), 64)) : 0;
     at += RowArea::plane(depth * ranks * l.counts_bytes);
 
-    const std::int64_t back = 4 * return_weights(s), gather_rows = two_level ? (s.nodes - 1) * direct_return_rows(s) : 0;
+    const std::int64_t back = 4 * return_weights(s),
+                       gather_rows = two_level ? (s.nodes - 1) * direct_return_rows(s) : 0;
     l.receive = row_area(s, receive_rows(s), s.row_bytes, meta_bytes(s));
     l.rail = row_area(s, other_nodes_rows(s), s.row_bytes, meta_bytes(s));
     l.gather = row_area(s, gather_rows, s.combine_row_bytes, back);
@@ -121,7 +126,8 @@ HAL_FN const char* buffer_part_name(int i) {
     return names[i];
 }
 HAL_FN std::uint64_t buffer_part_bytes(const BufferLayout& l, int i) {
-    const std::uint64_t start[] = {0, l.headers, l.counts, l.receive.offset, l.rail.offset, l.gather.offset, l.home.offset, l.total};
+    const std::uint64_t start[] = {
+        0, l.headers, l.counts, l.receive.offset, l.rail.offset, l.gather.offset, l.home.offset, l.total};
     return start[i + 1] - start[i];
 }
 
