@@ -152,8 +152,8 @@ class Bench:
         row["pair_us"] = self.replay(lambda i: combine(dispatch(i)), count)
         if parts:
             row["dispatch_us"] = self.replay(lambda i: dispatch(i), count)
-        link = self.sent_elsewhere(sets[0][1]) * engine._place.row_bytes
-        row["link_bytes"], row["logical_bytes"] = link, received * engine._place.row_bytes
+        link = self.sent_elsewhere(sets[0][1]) * engine.place.row_bytes
+        row["link_bytes"], row["logical_bytes"] = link, received * engine.place.row_bytes
         if parts:
             row["link_GBs"] = link / row["dispatch_us"]["median"] / 1e3
         row = {k: ({n: round(t, 2) for n, t in v.items()} if isinstance(v, dict) else v) for k, v in row.items()}

@@ -140,6 +140,7 @@ class ExpertParallel:
         self._worker: ThreadPoolExecutor | None = None
         self._tail: Future[Any] | None = None
         self._communicator, self._closed = communicator, False
+        self._shortcut: Any = None
 
     # --- what a user asks --------------------------------------------------------------------------------------
 
@@ -172,6 +173,10 @@ class ExpertParallel:
         On return the inputs may change. Raises ContractError or CapacityError before anything is sent (ids in device
         memory are checked by the device's kernels), PeerTimeout if a peer stays away.
         """
+        if self._tail is None and (quick := self._quick()) is not None:
+            out: Dispatched | None = quick.dispatch(x, topk_idx, topk_weights, scales, handle)
+            if out is not None:
+                return out
         call = self._check_dispatch(x, topk_idx, topk_weights, scales, handle)
         self._await_tail()
         return self._dispatch_whole(call)
@@ -188,6 +193,10 @@ class ExpertParallel:
         Returns y [tokens, hidden] in the order of the dispatched tokens. With ``topk_weights`` (shape as dispatch gave
         them) these are carried home unchanged: returns ``(y, topk_weights [tokens, top_k])``. Raises as dispatch does.
         """
+        if bias is None and topk_weights is None and self._tail is None and (quick := self._quick()) is not None:
+            y = quick.combine(x, handle, weighted)
+            if y is not None:
+                return y
         call = self._check_combine(x, handle, weighted, topk_weights, bias)
         self._await_tail()
         return self._combine_whole(call)
@@ -273,6 +282,7 @@ class ExpertParallel:
         if self._closed:
             return
         self._closed = True
+        self._shortcut = None
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         self._engine.close()
@@ -444,6 +454,15 @@ class ExpertParallel:
         if topk_weights is None:
             return to_kind(y, kind)
         return to_kind(y, kind), to_kind(topk_weights, kind)
+
+    def _quick(self) -> Any:
+        """The engine's short way for its framework's arrays, if it has one; it returns None for what it does not do."""
+        if self._closed or (self._communicator is not None and self._communicator.closed):
+            return None
+        if self._shortcut is None:
+            make = getattr(self._engine, "quick", None)
+            self._shortcut = make(self) if make is not None else None
+        return self._shortcut
 
     # --- one operation at a time ---------------------------------------------------------------------------------
 

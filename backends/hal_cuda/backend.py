@@ -9,7 +9,7 @@ from ctypes import c_int, c_void_p
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
 from hal.config import HalConfig
-from hal.errors import BackendUnavailable, HalError
+from hal.errors import BackendUnavailable, ContractError, HalError
 from hal_cuda import native
 from hal_cuda.session import CudaSession
 
@@ -23,6 +23,8 @@ class CudaBackend:
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
         """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ)."""
+        if config.transport not in (None, "lsa"):
+            raise ContractError(f"transport={config.transport!r}: backend 'cuda' has one transport, 'lsa' (NVLink)")
         library = native.load()
         devices = int(library.value("device_count", c_int))
         if devices < 1:

@@ -8,6 +8,8 @@ that the kernel writes as soon as the counts are known, while the rows still mov
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections.abc import Sequence
 from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -25,10 +27,13 @@ from hal_cuda.slots import Lease, Slots
 from hal_cuda.views import torch_of, view
 
 if TYPE_CHECKING:
+    from hal.expert_parallel import ExpertParallel
     from hal_cuda.session import CudaSession
 
 PULL_TOKENS = 512
 """Up to this many tokens combine reads the peers' rows; above, ranks push them (docs/performance_cuda.md)."""
+COMBINE = "HAL_CUDA_COMBINE"
+"""``pull`` or ``push`` for every size, the same on all ranks: reading is best where experts write to expert_output."""
 MAX_RANKS, MAX_TOP_K = 64, 32
 _COMBINE_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 
@@ -53,13 +58,13 @@ class PendingDispatch:
     view: bool
     sequence: int
     like: Any
-    x: Buffer
+    """The caller's array; kept until the receive half."""
 
 
 @dataclass(slots=True)
 class PendingCombine:
     state: State
-    x: Buffer
+    x: Any
     scratch: Lease | None
     weights: Buffer | None
     weighted: bool
@@ -69,25 +74,26 @@ class CudaEngine:
     """See :class:`hal.backend.Engine`. ``dispatch`` and ``combine`` do both halves in one kernel."""
 
     def __init__(self, session: CudaSession, spec: ExpertParallelSpec) -> None:
-        self._session, self._spec, self._library = session, spec, session.library
+        self._session, self._spec, self.library = session, spec, session.library
         world = session.world_size
+        self.local_experts = spec.num_experts // world
         by_rank_sums = _check_spec(spec, world, session.config.topology.nodes)
-        self._push = by_rank_sums if spec.layout == "expert" else spec.max_tokens > PULL_TOKENS
-        self._place: Layout = layout(spec, world, self._push)
-        self.buffer_bytes = self._place.total
+        self._push = by_rank_sums if spec.layout == "expert" else _pushes(spec, session)
+        self.place: Layout = layout(spec, world, self._push)
+        self.buffer_bytes = self.place.total
         self.device = f"cuda:{session.device}"
         self._timeout = float(spec.timeout or session.config.timeout)
-        self._window = session.memory(self._place.total)
-        self._slots = Slots(self._library, spec.num_buffers)
-        self._faults = Faults(self._library, session.device)
-        self._allocator = Allocator(self._library, session.device)
+        self._window = session.memory(self.place.total)
+        self._slots = Slots(self.library, spec.num_buffers)
+        self._faults = Faults(self.library, session.device)
+        self._allocator = Allocator(self.library, session.device)
         self.tuning = sizing.tuning(spec, world, self._push, session.properties.sms)
-        self._state_memory = int(self._library.value("malloc", c_uint64, session.device, self._library.state_bytes, 0))
-        self._library.memset(session.device, self._state_memory, 0, self._library.state_bytes, 0)
-        self._library.stream_sync(session.device, 0)
+        self._state_memory = int(self.library.value("malloc", c_uint64, session.device, self.library.state_bytes, 0))
+        self.library.memset(session.device, self._state_memory, 0, self.library.state_bytes, 0)
+        self.library.stream_sync(session.device, 0)
         self._scratch = self._allocate_scratch()
         host, address = c_void_p(), c_uint64()
-        self._library.host_alloc(session.device, 8, byref(host), byref(address))
+        self.library.host_alloc(session.device, 8, byref(host), byref(address))
         ctypes.memset(host, 0, 8)
         self._host_word, self._host_word_address = host.value or 0, int(address.value)
         self._sequence = 0
@@ -96,11 +102,20 @@ class CudaEngine:
         self._last_stream: int | None = None
         self._combine_open = False
         self._closed = False
+        self._whole = PendingCombine(State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 8), 0), None, None, None, False)
         self._ep = self._description()
-        self._ep_ref = byref(self._ep)
+        self.description = byref(self._ep)
         self._dispatch_args = native.DispatchArgs()
         self._combine_args = native.CombineArgs()
         session._bootstrap.barrier()
+
+    def quick(self, ep: ExpertParallel) -> Any:
+        """The short way for torch tensors, once torch is there."""
+        if "torch" not in sys.modules:
+            return None
+        from hal_cuda.quick import Quick
+
+        return Quick(self, ep)
 
     # --- dispatch ------------------------------------------------------------------------------------------------
 
@@ -115,7 +130,7 @@ class CudaEngine:
     ) -> Received:
         """Both halves as one kernel."""
         pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND | native.RECV)
-        return self._received(pending, stream)
+        return self.received(pending, stream)
 
     def dispatch_send(
         self,
@@ -135,8 +150,8 @@ class CudaEngine:
         args.tokens, args.cached, args.slot = 0, int(pending.state.shared is not None), pending.lease.slot
         args.phases, args.host_word, args.pad_to_rows = native.RECV, 0, 0
         args.blocks, args.threads = self.tuning.dispatch_blocks if self._spec.layout == "expert" else 8, self.tuning.threads
-        self._library.dispatch(self._ep_ref, byref(args), on)
-        return self._received(pending, stream)
+        self.library.dispatch(self.description, byref(args), on)
+        return self.received(pending, stream)
 
     def _dispatch(
         self,
@@ -148,44 +163,64 @@ class CudaEngine:
         stream: int | None,
         phases: int,
     ) -> PendingDispatch:
+        addresses = (x.ptr, *(0 if array is None else array.ptr for array in (topk_idx, topk_weights, scales)))
+        wide = topk_idx is not None and topk_idx.dtype == "int64"
+        return self.launch_dispatch(x.owner, x.shape[0], addresses, wide, state, stream, phases)
+
+    def launch_dispatch(
+        self,
+        like: Any,
+        tokens: int,
+        addresses: tuple[int, ...],
+        wide: bool,
+        state: State | None,
+        stream: int | None,
+        phases: int,
+    ) -> PendingDispatch:
+        """``addresses`` of x, ids, weights and scales; 0 = not given. ``like``: an array to allocate like."""
         on = self._on(stream)
         self._check()
         capturing = self._capturing(on)
         lease, view = self._slots.for_dispatch(self._window, capturing)
-        tokens = x.shape[0]
         worst = self._fixed or capturing
-        new = self._new_state(x.owner, tokens, state, on)
+        new = self._new_state(like, tokens, state, on)
         if worst and state is None:
-            new.rows = self._place.slot_rows
+            new.rows = self.place.slot_rows
         args = self._dispatch_args
-        args.x, args.scales = x.ptr, 0 if scales is None else scales.ptr
-        args.topk_weights = 0 if topk_weights is None else topk_weights.ptr
-        args.topk_idx = 0 if topk_idx is None else topk_idx.ptr
-        args.idx_is_64 = int(topk_idx is not None and topk_idx.dtype == "int64")
-        args.tokens, args.cached, args.slot, args.phases = tokens, int(state is not None), lease.slot, phases
+        args.x, args.topk_idx, args.topk_weights, args.scales = addresses
+        args.idx_is_64, args.tokens, args.cached = wide, tokens, state is not None
+        args.slot, args.phases = lease.slot, phases
         args.pad_to_rows = 0 if self._fixed or not (capturing or state is not None) else new.rows
         exact = not worst and state is None
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         args.sequence, args.host_word = self._sequence, self._host_word_address if exact else 0
         self._name_handle(args, new)
         args.blocks, args.threads = self._dispatch_shape(tokens)
-        self._library.dispatch(self._ep_ref, byref(args), on)
-        return PendingDispatch(new, lease, view, self._sequence if exact else 0, x.owner, x)
+        self.library.dispatch(self.description, byref(args), on)
+        return PendingDispatch(new, lease, view, self._sequence if exact else 0, like)
 
-    def _received(self, pending: PendingDispatch, stream: int | None) -> Received:
+    def settle(self, pending: PendingDispatch) -> None:
+        """Wait for the row count of a dispatch with exact shapes."""
+        if not pending.sequence:
+            return
+        try:
+            pending.state.rows = self._await_rows(pending.sequence)
+        except HalError:
+            pending.lease.ended = True  # no array comes of it, though the traceback refers to it
+            raise
+
+    def slot_address(self, slot: int) -> int:
+        return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)
+
+    def received(self, pending: PendingDispatch, stream: int | None) -> Received:
         state, spec = pending.state, self._spec
-        if pending.sequence:
-            try:
-                state.rows = self._await_rows(pending.sequence)
-            except HalError:
-                pending.lease.ended = True  # no array comes of it, though the traceback refers to it
-                raise
+        self.settle(pending)
         self._finish(stream)
-        rows, place, local = state.rows, self._place, spec.num_experts // self._session.world_size
+        rows, place, local = state.rows, self.place, spec.num_experts // self._session.world_size
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
-        base = self._window.ptr + place.slots + pending.lease.slot * place.slot_bytes
+        base = self.slot_address(pending.lease.slot)
 
-        torch, lease, device, library = torch_of(pending.like), pending.lease, self._session.device, self._library
+        torch, lease, device, library = torch_of(pending.like), pending.lease, self._session.device, self.library
 
         def part(offset: int, shape: tuple[int, ...], dtype: str) -> Buffer:
             if pending.view:
@@ -206,7 +241,7 @@ class CudaEngine:
         """The row count of an exact dispatch, while its rows still move."""
         rows = c_uint32()
         # The kernel's own limit is the timeout, and it may have to wait for the GPU's earlier work first.
-        raw = self._library.raw_await_rows
+        raw = self.library.raw_await_rows
         while (status := raw(self._host_word, sequence, self._faults.host, 1.0, byref(rows))) == 1:
             self._check()
         self._check()
@@ -218,7 +253,7 @@ class CudaEngine:
         on = self._on(stream)
         out = self._allocator.empty(like, buffer.shape, buffer.dtype, on)
         if buffer.nbytes:
-            self._library.copy(self._session.device, out.ptr, buffer.ptr, buffer.nbytes, on)
+            self.library.copy(self._session.device, out.ptr, buffer.ptr, buffer.nbytes, on)
             self._finish(stream)
         return out
 
@@ -231,8 +266,8 @@ class CudaEngine:
         lease = self._slots.for_output(self._window, self._capturing(on)) if not self._push else None
         if lease is None:
             return self._allocator.empty(like, shape, dtype, on)
-        ptr = self._window.ptr + self._place.slots + lease.slot * self._place.slot_bytes
-        return view(self._library, ptr, shape, dtype, self._session.device, lease, torch_of(like))
+        ptr = self._window.ptr + self.place.slots + lease.slot * self.place.slot_bytes
+        return view(self.library, ptr, shape, dtype, self._session.device, lease, torch_of(like))
 
     def combine(
         self,
@@ -253,8 +288,8 @@ class CudaEngine:
         if self._combine_open:
             raise ContractError("a combine_send is still without its combine_recv: receive it before the next one")
         pending = self._pending_combine(x, state, topk_weights, weighted, stream, fused=False)
-        args = self._name_combine(pending, native.SEND, fused=False)
-        self._library.combine(self._ep_ref, byref(args), self._on(stream))
+        args = self._name_combine(pending, native.SEND, x.ptr, -1)
+        self.library.combine(self.description, byref(args), self._on(stream))
         self._finish(stream)
         self._combine_open = True
         return pending
@@ -283,32 +318,43 @@ class CudaEngine:
         back = None
         if pending.weights is not None:
             back = self._allocator.empty(like, (tokens, spec.top_k), "float32", on)
-        args = self._name_combine(pending, phases, fused=phases == native.SEND | native.RECV)
+        whole = phases == native.SEND | native.RECV
+        args = self._name_combine(pending, phases, pending.x.ptr, self._offset(pending.x) if whole else -1)
         args.out, args.out_weights = y.ptr, 0 if back is None else back.ptr
         args.bias0 = bias[0].ptr if bias else 0
         args.bias1 = bias[1].ptr if len(bias) > 1 else 0
-        self._library.combine(self._ep_ref, byref(args), on)
+        self.library.combine(self.description, byref(args), on)
         self._finish(stream)
         return y, back
 
-    def _name_combine(self, pending: PendingCombine, phases: int, *, fused: bool) -> Any:
+    def name_whole_combine(self, state: State, x: int, nbytes: int, weighted: bool, on: int) -> Any:
+        """Arguments of a combine in one launch, without weights to carry or biases; the caller fills in where to."""
+        self._on(on)
+        self._check()
+        pending = self._whole
+        pending.state, pending.weighted = state, weighted
+        offset = self._offset_of(x, nbytes)
+        pending.scratch = self._slots.scratch(self._window, self._capturing(on)) if self._push or offset < 0 else None
+        args = self._name_combine(pending, native.SEND | native.RECV, x, offset)
+        pending.scratch = None  # free for the next call: launches follow one another
+        return args
+
+    def _name_combine(self, pending: PendingCombine, phases: int, x: int, offset: int) -> Any:
         args, state = self._combine_args, pending.state
-        args.x, args.out, args.bias0, args.bias1, args.out_weights = pending.x.ptr, 0, 0, 0, 0
+        args.x, args.out, args.bias0, args.bias1, args.out_weights = x, 0, 0, 0, 0
         # Not told by the address: an empty array has none.
-        args.carries_weights = int(pending.weights is not None)
+        args.carries_weights = pending.weights is not None
         args.row_weights = 0 if pending.weights is None else pending.weights.ptr
         own, handle = state.memory.ptr, state.place
         shared = state.shared.ptr if state.shared is not None else own
         args.pos, args.idx, args.counts = shared + handle.pos, shared + handle.idx, shared + handle.counts
         args.weights = own + handle.weights
         args.source = (own if self._spec.layout == "expert" else shared) + handle.source
-        offset = self._offset(pending.x) if fused else -1
         args.window_offset = offset
-        slot = (offset - self._place.slots) // self._place.slot_bytes
-        args.late_done = int(offset >= 0 and self._slots.is_output(slot))
-        args.tokens, args.weighted, args.phases = state.tokens, int(pending.weighted), phases
+        args.late_done = offset >= 0 and self._slots.is_output((offset - self.place.slots) // self.place.slot_bytes)
+        args.tokens, args.weighted, args.phases = state.tokens, pending.weighted, phases
         args.scratch_slot = pending.scratch.slot if pending.scratch is not None else 0
-        args.push, args.push_blocks = int(self._push), self.tuning.push_blocks
+        args.push, args.push_blocks = self._push, self.tuning.push_blocks
         args.blocks, args.threads = self._combine_shape(state.tokens)
         return args
 
@@ -318,7 +364,7 @@ class CudaEngine:
         most, spec = self.tuning.dispatch_blocks, self._spec
         if spec.layout == "expert":
             return min(most, max(tokens // 4, 16)), self.tuning.threads
-        pieces = -(-self._place.row_bytes // 4096)
+        pieces = -(-self.place.row_bytes // 4096)
         units = tokens * pieces + self._session.world_size * -(-tokens // 32)
         if units > 1024:
             return most, self.tuning.threads
@@ -328,7 +374,7 @@ class CudaEngine:
     def _combine_shape(self, tokens: int) -> tuple[int, int]:
         if self._push:
             return self.tuning.combine_blocks, self.tuning.threads
-        units = tokens * -(-self._place.combine_row_bytes // 2048)
+        units = tokens * -(-self.place.combine_row_bytes // 2048)
         warps = self.tuning.threads // 32
         return max(min(-(-units // warps), self.tuning.combine_blocks), 1), self.tuning.threads
 
@@ -337,7 +383,7 @@ class CudaEngine:
     def _new_state(self, like: Any, tokens: int, reused: State | None, on: int) -> State:
         place = self._places.get(tokens)
         if place is None:
-            place = self._places[tokens] = handle_layout(self._spec, self._session.world_size, self._place, tokens)
+            place = self._places[tokens] = handle_layout(self._spec, self._session.world_size, self.place, tokens)
         if reused is not None and self._spec.layout == "rank":
             # Nothing of such a handle changes with the rows or the weights that travel.
             return State(tokens, reused.memory, place, reused.rows, reused.shared or reused.memory)
@@ -357,10 +403,10 @@ class CudaEngine:
         """Where a launch's blocks tell one another what they found in the ids."""
         spec, session = self._spec, self._session
         words = session.world_size * -(-spec.max_tokens // 32) + session.properties.sms * spec.num_experts
-        return int(self._library.value("malloc", c_uint64, session.device, 4 * words, 0))
+        return int(self.library.value("malloc", c_uint64, session.device, 4 * words, 0))
 
     def _description(self) -> Any:
-        session, spec, place = self._session, self._spec, self._place
+        session, spec, place = self._session, self._spec, self.place
         return native.Ep(
             device=session.device,
             peers=self._window.record.peers,
@@ -401,32 +447,36 @@ class CudaEngine:
             alignment=spec.alignment,
             slots=spec.num_buffers,
             slot_rows=place.slot_rows,
+            owner_inverse=min(0xFFFFFFFF // (spec.num_experts // session.world_size) + 1, 0xFFFFFFFF),
             keep_source=int(self._push),
         )
 
     def _offset(self, x: Buffer) -> int:
         """Where in the window x lies, or -1."""
-        at = x.ptr - self._window.ptr
-        return at if 0 <= at and at + x.nbytes <= self._window.nbytes and x.nbytes else -1
+        return self._offset_of(x.ptr, x.nbytes)
+
+    def _offset_of(self, ptr: int, nbytes: int) -> int:
+        at = ptr - self._window.ptr
+        return int(at) if at >= 0 and at + nbytes <= self._window.nbytes and nbytes else -1
 
     def _on(self, stream: int | None) -> int:
         """The stream to launch on. Launches of one engine follow each other, so a change of stream is ordered."""
         on = self._session.stream if stream is None else stream
         if on != self._last_stream:
             if self._last_stream is not None and not self._capturing(on):
-                self._library.stream_order(self._session.device, self._last_stream, on)
+                self.library.stream_order(self._session.device, self._last_stream, on)
             self._last_stream = on
         return on
 
     def _capturing(self, on: int) -> bool:
         if on == 0:
             return False  # the legacy default stream cannot be captured
-        return bool(self._library.value("stream_capturing", c_int, self._session.device, on))
+        return bool(self.library.value("stream_capturing", c_int, self._session.device, on))
 
     def _finish(self, stream: int | None) -> None:
         """Callers without streams get finished results."""
         if stream is None:
-            self._library.stream_sync(self._session.device, self._session.stream)
+            self.library.stream_sync(self._session.device, self._session.stream)
             self._check()
 
     def _check(self) -> None:
@@ -442,13 +492,21 @@ class CudaEngine:
         self._closed = True
         if self._session._failed:
             return  # kernels may still run into their limit; the memory goes with the process
-        self._library.stream_sync(self._session.device, self._last_stream or 0)
+        self.library.stream_sync(self._session.device, self._last_stream or 0)
         if len(self._slots.free()) < self._spec.num_buffers:
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
         for memory in (self._state_memory, self._scratch):
-            self._library.free(self._session.device, memory, 0)
+            self.library.free(self._session.device, memory, 0)
         self._faults.close()
+
+
+def _pushes(spec: ExpertParallelSpec, session: CudaSession) -> bool:
+    wanted = os.environ.get(COMBINE, "")
+    if wanted not in ("", "pull", "push"):
+        raise ContractError(f"{COMBINE}={wanted!r}: give 'pull' or 'push', or unset it")
+    session._bootstrap.agree("settings of the CUDA backend", {COMBINE: wanted})
+    return wanted == "push" or (not wanted and spec.max_tokens > PULL_TOKENS)
 
 
 def _check_spec(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:

@@ -53,7 +53,9 @@ Ep: Any = _structure(
     (c_uint64, "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own"),
     (c_int32, "world rank experts local_experts topk max_tokens scale_dim"),
     (c_int32, "row_bytes combine_row_bytes combine_type"),
-    (c_int32, "expert_layout fixed_slots alignment slots slot_rows keep_source"),
+    (c_int32, "expert_layout fixed_slots alignment slots slot_rows"),
+    (c_uint32, "owner_inverse"),
+    (c_int32, "keep_source"),
 )
 DispatchArgs: Any = _structure(
     "DispatchArgs",

@@ -28,19 +28,21 @@ _capsule.argtypes, _capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.
 
 def view(library: Library, ptr: int, shape: tuple[int, ...], dtype: str, device: int, lease: Lease, torch: Any) -> Buffer:
     """``torch`` is the module if the caller's arrays are tensors, else None."""
-    name = f"cuda:{device}"
-    if torch is None:
-        return Buffer(ptr, shape, dtype, name, lease)
+    owner = lease if torch is None else tensor_view(library, ptr, shape, dtype, device, lease, torch)
+    return Buffer(ptr, shape, dtype, f"cuda:{device}", owner)
+
+
+def tensor_view(
+    library: Library, ptr: int, shape: tuple[int, ...], dtype: str, device: int, lease: Lease, torch: Any
+) -> Any:
+    """A tensor over leased memory."""
     if 0 in shape:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=name)
-        return Buffer(ptr, shape, dtype, name, tensor)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{device}")
     code, bits = _CODES[dtype]
     dims = len(shape)
     managed = library.dlpack(ptr, device, code, bits, dims, shape[0], shape[1] if dims == 2 else 1, lease.count)
-    tensor = torch.utils.dlpack.from_dlpack(_capsule(managed, b"dltensor", None))
-    if bits == 8:
-        tensor = tensor.view(getattr(torch, dtype))
-    return Buffer(ptr, shape, dtype, name, tensor)
+    tensor = torch._C._from_dlpack(_capsule(managed, b"dltensor", None))
+    return tensor.view(getattr(torch, dtype)) if bits == 8 else tensor
 
 
 def torch_of(like: Any) -> Any:

@@ -54,6 +54,7 @@ typedef struct hal_cuda_ep {
     int32_t world, rank, experts, local_experts, topk, max_tokens, scale_dim;
     int32_t row_bytes, combine_row_bytes, combine_type; /* 0 bfloat16, 1 float16, 2 float32 */
     int32_t expert_layout, fixed_slots, alignment, slots, slot_rows;
+    uint32_t owner_inverse; /* (2^32 - 1) / local_experts + 1 */
     int32_t keep_source;  /* dispatch keeps where each row came from: needed by a combine that pushes */
 } hal_cuda_ep;
 

@@ -140,11 +140,14 @@ __device__ __forceinline__ bool wait_flag(const hal_cuda_ep& ep, const std::uint
 __device__ __forceinline__ std::uint64_t* done_at(const hal_cuda_ep& ep, int peer, int source) {
     return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_done) + static_cast<std::size_t>(source) * 64);
 }
-// Until `peer` has read this rank's rows of every combine that this rank has summed (combines by reading only).
+// Until `peer` has read this rank's rows of every combine that this rank has summed (combines by reading only). Nothing is
+// read because of it, so it needs no acquire.
 __device__ __forceinline__ bool await_readers(const hal_cuda_ep& ep, int peer) {
     if (ep.keep_source) return true;
     const std::uint64_t rounds = load_relaxed(reinterpret_cast<const std::uint64_t*>(&state_of(ep)->combine.ended));
-    return wait_at_least(ep, done_at(ep, ep.rank, peer), rounds * kRound, HAL_CUDA_STAGE_DONE, peer);
+    const std::uint64_t* done = done_at(ep, ep.rank, peer);
+    return wait_until(ep, [&] { return load_relaxed(done); }, [&](std::uint64_t v) { return v >= rounds * kRound; },
+                      HAL_CUDA_STAGE_DONE, peer, rounds * kRound);
 }
 
 // This block's part of a round's kRound, so that the parts of any number of blocks sum to it exactly.

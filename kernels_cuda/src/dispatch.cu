@@ -65,6 +65,7 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
     __shared__ hal_cuda_error bad;
     const std::uint64_t epoch = launch.finished + 1;
     if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
+    for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
     __syncthreads();
     // Has come back before the header goes out: building the directory ends with a block barrier.
     if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) await_previous_round(ep, launch.finished);
@@ -107,7 +108,8 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
         return;
     }
     if (blockIdx.x != 0 && !ep.keep_source) return;
-    for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x)
+    // The last warp waits, while thread 0 still keeps counts.
+    for (int peer = lane_id(); warp_id() == warps_in_block() - 1 && peer < ep.world; peer += 32)
         if (peer != ep.rank) wait_at_least(ep, arrival_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_ROWS, peer);
     if (!ep.keep_source || a.cached) return;
     __syncthreads();

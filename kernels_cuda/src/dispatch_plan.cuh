@@ -46,11 +46,13 @@ struct Plan {
 // one. Rows that peers were reading for a combine must be
 // read, since their slot may be offered now. One warp looks while the others work the routing out.
 __device__ void await_previous_round(const hal_cuda_ep& ep, std::uint64_t finished) {
-    for (int peer = lane_id(); peer < ep.world; peer += 32)
-        if (peer != ep.rank) {
-            wait_at_least(ep, arrival_at(ep, ep.rank, peer), finished * kRound, HAL_CUDA_STAGE_PREVIOUS_ROUND, peer);
-            await_readers(ep, peer);
-        }
+    for (int peer = lane_id(); peer < ep.world; peer += 32) {
+        if (peer == ep.rank) continue;
+        const std::uint64_t* arrived = arrival_at(ep, ep.rank, peer);
+        wait_until(ep, [&] { return load_relaxed(arrived); }, [&](std::uint64_t v) { return v >= finished * kRound; },
+                   HAL_CUDA_STAGE_PREVIOUS_ROUND, peer, finished * kRound);
+        await_readers(ep, peer);
+    }
 }
 
 // Ids that break the contract: reported by the block that found them, and known to all blocks.
@@ -97,8 +99,6 @@ __device__ void scan_tokens(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
         plan.directory.fill(begin, end, a.tokens, [&](int token) { return mask_of_token<kExpert>(ep, a, owner, token); });
         return;
     }
-    for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
-    __syncthreads();
     plan.directory.fill(begin, end, a.tokens, [&](int token) {
         hal_cuda_error found{};
         const std::uint64_t mask = ranks_of<true>(ep, a, owner, token, plan.scratch, &found);

@@ -29,16 +29,19 @@ struct RowWords {
     // Words start .. start + 255 of the rows' ids and weights, eight for each lane.
     __device__ void load(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int start) {
         const auto* weights = reinterpret_cast<const float*>(a.topk_weights);
+        int entry[8];
+        int row = (start + lane_id()) / ep.topk, column = start + lane_id() - row * ep.topk;
+        const int rows_on = 32 / ep.topk, columns_on = 32 - rows_on * ep.topk;  // 32 words further on
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int word = start + i * 32 + lane_id(), row = word / ep.topk;
             const int from = __shfl_sync(0xffffffffu, token, min(row, 31));
-            id[i] = -1, weight[i] = 1.0f;
-            if (row >= rows) continue;
-            const int entry = from * ep.topk + word - row * ep.topk;
-            id[i] = expert_id(a, entry);
-            if (weights != nullptr) weight[i] = __ldg(weights + entry);
+            entry[i] = row < rows ? from * ep.topk + column : -1;
+            row += rows_on, column += columns_on;
+            if (column >= ep.topk) column -= ep.topk, ++row;
         }
+        expert_ids(a, id, [&](int i) { return entry[i]; });
+#pragma unroll
+        for (int i = 0; i < 8; ++i) weight[i] = weights != nullptr && entry[i] >= 0 ? __ldg(weights + entry[i]) : 1.0f;
     }
     __device__ void store(const hal_cuda_ep& ep, char* slot, std::size_t row, int start, Owner owner) const {
         auto* ids = reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row * ep.topk;

@@ -21,6 +21,22 @@ __device__ __forceinline__ int expert_id(const hal_cuda_dispatch_args& a, int en
     return id < -1 || id > 0x7fffffffll ? -2 : static_cast<int>(id);  // -2: no id at all, so out of range
 }
 
+// kCount ids, of the entries that `entry(i)` names (negative = none, which gives -1): all loads are issued together.
+template <int kCount, class Entry>
+__device__ __forceinline__ void expert_ids(const hal_cuda_dispatch_args& a, int (&id)[kCount], Entry entry) {
+    if (a.cached || !a.idx_is_64) {
+        const auto* ids = reinterpret_cast<const std::int32_t*>(a.cached ? a.idx : a.topk_idx);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) id[i] = entry(i) >= 0 ? __ldg(ids + entry(i)) : -1;
+        return;
+    }
+    long long wide[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) wide[i] = entry(i) >= 0 ? __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry(i)) : -1;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) id[i] = wide[i] < -1 || wide[i] > 0x7fffffffll ? -2 : static_cast<int>(wide[i]);
+}
+
 // Inclusive sum over the warp.
 __device__ __forceinline__ unsigned warp_scan(unsigned v) {
     for (int step = 1; step < 32; step <<= 1) {
@@ -104,7 +120,7 @@ struct Directory {
 // id / local_experts without a division: exact while experts * local_experts < 2^32.
 struct Owner {
     unsigned inverse;
-    __device__ explicit Owner(const hal_cuda_ep& ep) : inverse(0xffffffffu / ep.local_experts + 1u) {}
+    __device__ explicit Owner(const hal_cuda_ep& ep) : inverse(ep.owner_inverse) {}
     __device__ int of(int id, const hal_cuda_ep& ep) const {
         return ep.local_experts == 1 ? id : static_cast<int>(__umulhi(static_cast<unsigned>(id), inverse));
     }
@@ -119,8 +135,7 @@ __device__ std::uint64_t ranks_of(const hal_cuda_ep& ep, const hal_cuda_dispatch
     auto refuse = [&](int detail, int id) { bad->detail = detail, bad->token = token, bad->expert = id; };
     for (int start = 0; start < ep.topk; start += 8) {
         int id[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) id[j] = start + j < ep.topk ? expert_id(a, token * ep.topk + start + j) : -1;
+        expert_ids(a, id, [&](int j) { return start + j < ep.topk ? token * ep.topk + start + j : -1; });
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const bool good = static_cast<unsigned>(id[j]) < static_cast<unsigned>(ep.experts);
@@ -163,11 +178,9 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
     unsigned* mine = histogram + warp_id() * own.count;
     int id[kBatch];
     auto load = [&](int start) {
+        expert_ids(a, id, [&](int i) { return start + i * 32 + lane_id() < end ? start + i * 32 + lane_id() : -1; });
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int entry = start + i * 32 + lane_id();
-            id[i] = entry < end ? expert_id(a, entry) - own.first : -1;
-        }
+        for (int i = 0; i < kBatch; ++i) id[i] = id[i] < 0 ? -1 : id[i] - own.first;
     };
     for (int start = begin; start < end; start += 32 * kBatch) {
         load(start);
