@@ -10,6 +10,7 @@ min, median and p99 are over replays. "link" counts the bytes that leave a GPU, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -71,7 +72,9 @@ class Bench:
             score = score - skew * torch.arange(spec.num_experts, device=self.device) / spec.num_experts
             idx = score.topk(spec.top_k, dim=1).indices.contiguous()
             weights = torch.rand(tokens, spec.top_k, device=self.device, generator=generator)
-            scales = torch.rand(tokens, spec.scale_dim, device=self.device, generator=generator) if spec.scale_dim else None
+            scales = (
+                torch.rand(tokens, spec.scale_dim, device=self.device, generator=generator) if spec.scale_dim else None
+            )
             sets.append((x, idx, weights, scales))
         return sets
 
@@ -97,7 +100,7 @@ class Bench:
                 graph.replay()
                 mark.record()
         torch.cuda.synchronize()
-        own = [a.elapsed_time(b) * 1e3 / count for a, b in zip(marks[3:], marks[4:], strict=False)]
+        own = [a.elapsed_time(b) * 1e3 / count for a, b in itertools.pairwise(marks[3:])]
         everybody = self.comm._bootstrap.all_gather(own, "timing")
         times = sorted(map(max, zip(*everybody, strict=True)))
         del graph
@@ -108,8 +111,19 @@ class Bench:
         if self.comm.rank == 0:
             print(" ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
-    def pair(self, tokens: int, dtype: str, layout: str, *, tuning: dict[str, int] | None = None, parts: bool = True,
-             skew: float = 0.0, by_rank: bool = False, pull: bool | None = None, label: str = "") -> None:
+    def pair(
+        self,
+        tokens: int,
+        dtype: str,
+        layout: str,
+        *,
+        tuning: dict[str, int] | None = None,
+        parts: bool = True,
+        skew: float = 0.0,
+        by_rank: bool = False,
+        pull: bool | None = None,
+        label: str = "",
+    ) -> None:
         """One shape: dispatch, combine, and the pair."""
         import hal_cuda.engine as engine_module
 
@@ -118,15 +132,21 @@ class Bench:
         if pull is not None:
             engine_module.PULL_TOKENS = 1 << 30 if pull else 0
         ep = self.comm.expert_parallel(
-            num_experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=tokens, dtype=dtype, layout=layout,
-            scale_dim=HIDDEN // 128 if fp8 else 0, num_buffers=3, schedule="hierarchical" if by_rank else "direct",
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden=HIDDEN,
+            max_tokens=tokens,
+            dtype=dtype,
+            layout=layout,
+            scale_dim=HIDDEN // 128 if fp8 else 0,
+            num_buffers=3,
+            schedule="hierarchical" if by_rank else "direct",
         )
         engine_module.PULL_TOKENS = before
         engine = ep._engine
         if tuning:
             engine.tuning = replace(engine.tuning, **tuning)
         sets = self.inputs(ep.spec, tokens, skew)
-        torch = self.torch
 
         def arguments(i: int) -> dict[str, Any]:
             x, idx, weights, scales = sets[i % INPUT_SETS]
@@ -145,13 +165,18 @@ class Bench:
 
         count = 10 if tokens <= 1024 else 4
         row: dict[str, Any] = {
-            "case": label or "pair", "tokens": tokens, "dtype": dtype, "layout": layout, "received": received,
-            "combine": "push" if engine._push else "pull", "dispatch_sms": engine._dispatch_shape(tokens)[0],
+            "case": label or "pair",
+            "tokens": tokens,
+            "dtype": dtype,
+            "layout": layout,
+            "received": received,
+            "combine": "push" if engine._push else "pull",
+            "dispatch_sms": engine._dispatch_shape(tokens)[0],
             "combine_sms": engine._combine_shape(tokens)[0],
         }
         row["pair_us"] = self.replay(lambda i: combine(dispatch(i)), count)
         if parts:
-            row["dispatch_us"] = self.replay(lambda i: dispatch(i), count)
+            row["dispatch_us"] = self.replay(dispatch, count)
         link = self.sent_elsewhere(sets[0][1]) * engine.place.row_bytes
         row["link_bytes"], row["logical_bytes"] = link, received * engine.place.row_bytes
         if parts:
@@ -178,32 +203,23 @@ class Bench:
                 start = time.perf_counter()
                 for i in range(10):
                     x, idx, weights, _ = sets[i % INPUT_SETS]
-                    out = ep.dispatch(x, topk_weights=weights, handle=handle) if cached else ep.dispatch(x, idx, weights)
+                    out = (
+                        ep.dispatch(x, topk_weights=weights, handle=handle) if cached else ep.dispatch(x, idx, weights)
+                    )
                     y = ep.combine(out.x, out.handle)
                     del out, y
                 torch.cuda.synchronize()
                 times.append(self.gather((time.perf_counter() - start) * 1e5))
             times.sort()
-            if cached and self.comm.rank == 0 and tokens == 128:
-                self.profile(lambda: ep.combine((o := ep.dispatch(x, topk_weights=weights, handle=handle)).x, o.handle))
-            elif cached and tokens == 128:
-                for _ in range(200):
-                    ep.combine((o := ep.dispatch(x, topk_weights=weights, handle=handle)).x, o.handle)
-                torch.cuda.synchronize()
-            self.note(case="eager pair, wall", tokens=tokens, cached=cached, min_us=times[0], median_us=statistics.median(times), p99_us=times[-1])
+            self.note(
+                case="eager pair, wall",
+                tokens=tokens,
+                cached=cached,
+                min_us=times[0],
+                median_us=statistics.median(times),
+                p99_us=times[-1],
+            )
         ep.close()
-
-    def profile(self, body: Callable[[], Any]) -> None:
-        import cProfile
-        import pstats
-
-        profile = cProfile.Profile()
-        profile.enable()
-        for _ in range(200):
-            body()
-        profile.disable()
-        self.torch.cuda.synchronize()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
     def baseline(self, tokens: int) -> None:
         """All-gather of every token and reduce-scatter of every answer, by torch and its NCCL."""
@@ -269,13 +285,16 @@ def sweep(bench: Bench) -> None:
         bench.pair(4096, "bfloat16", "rank", tuning=tuning, pull=True, label="sweep, pull")
 
 
-def probe(bench: Bench) -> None:
-    """Which way of combining, and how many blocks of it push first."""
-    for push in (8, 12, 16, 20, 28, 36, 48):
-        tuning = {"dispatch_blocks": 20, "combine_blocks": 48, "push_blocks": push}
-        bench.pair(4096, "bfloat16", "rank", tuning=tuning, pull=False, parts=False, label=f"push by {push}")
-    for tokens in (512, 1024, 2048, 8192):
-        bench.pair(tokens, "bfloat16", "rank", tuning={"combine_blocks": 64}, pull=True, parts=False, label="pull")
+def pull(bench: Bench) -> None:
+    """Combine by reading what the experts wrote into ep.expert_output."""
+    for tokens in (1024, 2048, 4096, 8192):
+        for blocks in (24, 48, 64):
+            bench.pair(
+                tokens, "bfloat16", "rank", tuning={"combine_blocks": blocks}, pull=True, parts=False, label="pull"
+            )
+    for tokens in (4096, 8192):
+        tuning = {"combine_blocks": 64}
+        bench.pair(tokens, "float8_e4m3fn", "rank", tuning=tuning, pull=True, parts=False, label="pull")
 
 
 def eager(bench: Bench) -> None:
@@ -288,13 +307,24 @@ def baseline(bench: Bench) -> None:
         bench.baseline(tokens)
 
 
-PARTS = {"large": large, "expert": expert, "small": small, "sweep": sweep, "probe": probe, "eager": eager, "baseline": baseline}
+PARTS = {
+    "large": large,
+    "expert": expert,
+    "small": small,
+    "sweep": sweep,
+    "pull": pull,
+    "eager": eager,
+    "baseline": baseline,
+}
 
 
 def write(bench: Bench, options: argparse.Namespace, seconds: float) -> None:
     properties = bench.comm._session.properties
     driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.split()
     record = {
         "what": "dispatch and combine, two GPUs",

@@ -34,9 +34,7 @@ class CudaBackend:
         if bootstrap.rank == 0:
             library.unique_id(identity)
         identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
-        comm = library.value(
-            "comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device
-        )
+        comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
         properties = native.Properties()
         library.comm_properties(comm, ctypes.byref(properties))
         if properties.lsa_size != bootstrap.world_size:

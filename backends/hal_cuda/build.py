@@ -95,7 +95,21 @@ def command(output: Path, include: Path, architectures: Sequence[str]) -> list[s
     targets.append(f"-gencode=arch=compute_{names[0]},code=compute_{names[0]}")  # newer GPUs translate this one
     files = [str(path) for path in sorted((folder / "src").glob("*.cu"))]
     places = ["-I", str(folder / "include"), "-isystem", str(include)]
-    return [compiler, *FLAGS, *targets, *places, "-shared", "-cudart", "static", "-t", "0", "-o", str(output), *files, "-ldl"]
+    return [
+        compiler,
+        *FLAGS,
+        *targets,
+        *places,
+        "-shared",
+        "-cudart",
+        "static",
+        "-t",
+        "0",
+        "-o",
+        str(output),
+        *files,
+        "-ldl",
+    ]
 
 
 def architectures() -> list[str]:

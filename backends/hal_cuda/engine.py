@@ -102,7 +102,9 @@ class CudaEngine:
         self._last_stream: int | None = None
         self._combine_open = False
         self._closed = False
-        self._whole = PendingCombine(State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 8), 0), None, None, None, False)
+        self._whole = PendingCombine(
+            State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 8), 0), None, None, None, False
+        )
         self._ep = self._description()
         self.description = byref(self._ep)
         self._dispatch_args = native.DispatchArgs()
@@ -149,7 +151,10 @@ class CudaEngine:
         self._name_handle(args, pending.state)
         args.tokens, args.cached, args.slot = 0, int(pending.state.shared is not None), pending.lease.slot
         args.phases, args.host_word, args.pad_to_rows = native.RECV, 0, 0
-        args.blocks, args.threads = self.tuning.dispatch_blocks if self._spec.layout == "expert" else 8, self.tuning.threads
+        args.blocks, args.threads = (
+            self.tuning.dispatch_blocks if self._spec.layout == "expert" else 8,
+            self.tuning.threads,
+        )
         self.library.dispatch(self.description, byref(args), on)
         return self.received(pending, stream)
 
@@ -363,7 +368,9 @@ class CudaEngine:
     def _dispatch_shape(self, tokens: int) -> tuple[int, int]:
         most, spec = self.tuning.dispatch_blocks, self._spec
         if spec.layout == "expert":
-            return min(most, max(tokens // 4, 16)), self.tuning.threads
+            # A block's warps push a row each and fence together: few tokens are better spread over small blocks.
+            small = tokens <= PULL_TOKENS
+            return min(most, max(tokens // 2, 16)), 128 if small else self.tuning.threads
         pieces = -(-self.place.row_bytes // 4096)
         units = tokens * pieces + self._session.world_size * -(-tokens // 32)
         if units > 1024:
@@ -525,5 +532,3 @@ def _check_spec(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
             f"by rank (topology.nodes={world}) or not at all (topology.nodes=1)"
         )
     return True
-
-

@@ -50,7 +50,10 @@ Ep: Any = _structure(
     (c_int32, "device unused"),
     (c_uint64, "peers peer_stride state scratch error abort timeout_ns"),
     (c_uint64, "off_header off_arrive off_dispatch_flags off_ready off_done off_combine_flags"),
-    (c_uint64, "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own"),
+    (
+        c_uint64,
+        "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own",
+    ),
     (c_int32, "world rank experts local_experts topk max_tokens scale_dim"),
     (c_int32, "row_bytes combine_row_bytes combine_type"),
     (c_int32, "expert_layout fixed_slots alignment slots slot_rows"),
@@ -71,16 +74,17 @@ CombineArgs: Any = _structure(
     (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks"),
 )
 Window: Any = _structure("Window", (c_uint64, "ptr bytes peers peer_stride handle"))
-Op: Any = _structure(
-    "Op", (c_int32, "kind peer order signal_op stage queue"), (c_uint64, "address source bytes value")
-)
+Op: Any = _structure("Op", (c_int32, "kind peer order signal_op stage queue"), (c_uint64, "address source bytes value"))
 
 
 class Properties(ctypes.Structure):
     """What NCCL and the driver say of a communicator and its GPU."""
 
     _fields_ = (
-        *((name, c_int32) for name in "world rank lsa_size lsa_rank gin_type device nccl_version sms".split()),
+        *(
+            (name, c_int32)
+            for name in ["world", "rank", "lsa_size", "lsa_rank", "gin_type", "device", "nccl_version", "sms"]
+        ),
         ("gpu", c_char * 64),
     )
 
@@ -120,7 +124,9 @@ class Library:
         self._cdll = ctypes.CDLL(path)
         self._cdll.hal_cuda_last_error.restype = c_char_p
         if self._cdll.hal_cuda_abi() != ABI:
-            raise BackendUnavailable("cuda", f"{path} has ABI {self._cdll.hal_cuda_abi()}, not {ABI}", "install moe-hal again")
+            raise BackendUnavailable(
+                "cuda", f"{path} has ABI {self._cdll.hal_cuda_abi()}, not {ABI}", "install moe-hal again"
+            )
         leases, dlpack = self._cdll.hal_cuda_leases, self._cdll.hal_cuda_dlpack
         leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
         dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p

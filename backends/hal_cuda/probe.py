@@ -9,7 +9,10 @@ from pathlib import Path
 from hal.backend import Probe
 from hal_cuda import build, nccl
 
-_WHEEL_FIX = "pip install 'moe-hal[cuda13]' (or [cuda12]); if torch pins an older one, pip install --no-deps 'nvidia-nccl-cu13>=2.30.7'"
+_WHEEL_FIX = (
+    "pip install 'moe-hal[cuda13]' (or [cuda12]); if torch pins an older one, "
+    "pip install --no-deps 'nvidia-nccl-cu13>=2.30.7'"
+)
 
 
 def gpus() -> int:
@@ -34,9 +37,13 @@ def probe() -> Probe:
     use = found[0]
     if use.version < nccl.MINIMUM:
         needed = ".".join(map(str, nccl.MINIMUM))
-        return Probe(False, f"NCCL {use.text} ({use.origin}) is older than {needed}, whose device API is used", _WHEEL_FIX)
+        return Probe(
+            False, f"NCCL {use.text} ({use.origin}) is older than {needed}, whose device API is used", _WHEEL_FIX
+        )
     if build.ready(use) is None:
         why = build.why_not(use)
         if why:
-            return Probe(False, f"no kernels compiled for NCCL {use.text}, and they cannot be compiled: {why[0]}", why[1])
+            return Probe(
+                False, f"no kernels compiled for NCCL {use.text}, and they cannot be compiled: {why[0]}", why[1]
+            )
     return Probe(True)

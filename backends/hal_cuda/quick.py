@@ -48,7 +48,9 @@ class Quick:
             and not tensor.requires_grad
         )
 
-    def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, scales: Any, handle: Handle | None) -> Dispatched | None:
+    def dispatch(
+        self, x: Any, topk_idx: Any, topk_weights: Any, scales: Any, handle: Handle | None
+    ) -> Dispatched | None:
         if type(x) is not self._tensor or x.dim() != 2:
             return None
         tokens = len(x)
@@ -60,7 +62,12 @@ class Quick:
             if not self._fits(topk_idx, self._int64 if wide else self._int32, tokens, self._k):
                 return None
         else:
-            if topk_idx is not None or type(handle) is not Handle or handle._ep is not self._ep or handle._tokens != tokens:
+            if (
+                topk_idx is not None
+                or type(handle) is not Handle
+                or handle._ep is not self._ep
+                or handle._tokens != tokens
+            ):
                 return None
             state = handle._state
         if topk_weights is not None and not self._fits(topk_weights, self._float, tokens, self._k):
@@ -100,7 +107,13 @@ class Quick:
             return tensor_view(library, base + offset, shape, dtype, index, lease, torch)
 
         handle = Handle.__new__(Handle)
-        handle._ep, handle._state, handle._tokens, handle._rows, handle._weights_shape = self._ep, state, tokens, rows, words
+        handle._ep, handle._state, handle._tokens, handle._rows, handle._weights_shape = (
+            self._ep,
+            state,
+            tokens,
+            rows,
+            words,
+        )
         return Dispatched(
             part(0, (rows, self._hidden), self._ep.spec.dtype),
             part(place.slot_scales, (rows, self._scales), "float32") if self._scales else None,

@@ -168,9 +168,7 @@ class CudaSession:
         for i, op in enumerate(ops):
             self._ops[i] = op
         nanoseconds = max(int(seconds * 1e9), 1)
-        self.library.ops(
-            byref(self._ep), self._ops, len(ops), nanoseconds, self._result_address, self.stream
-        )
+        self.library.ops(byref(self._ep), self._ops, len(ops), nanoseconds, self._result_address, self.stream)
         self.library.stream_sync(self.device, self.stream)
         self.check(seconds)
 

@@ -26,7 +26,9 @@ _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.argtypes, _capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object
 
 
-def view(library: Library, ptr: int, shape: tuple[int, ...], dtype: str, device: int, lease: Lease, torch: Any) -> Buffer:
+def view(
+    library: Library, ptr: int, shape: tuple[int, ...], dtype: str, device: int, lease: Lease, torch: Any
+) -> Buffer:
     """``torch`` is the module if the caller's arrays are tensors, else None."""
     owner = lease if torch is None else tensor_view(library, ptr, shape, dtype, device, lease, torch)
     return Buffer(ptr, shape, dtype, f"cuda:{device}", owner)

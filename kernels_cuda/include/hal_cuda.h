@@ -34,19 +34,19 @@ enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.deta
 typedef struct hal_cuda_error {
     uint32_t claimed;
     int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank gave up */
-    int32_t token, expert; /* BAD_INPUT: where, and the id found there */
+    int32_t token, expert;                    /* BAD_INPUT: where, and the id found there */
     uint64_t expected, seen;
 } hal_cuda_error;
 
 /* One ExpertParallel on one rank. Offsets are bytes from the window's start, and in a slot from the slot's start. */
 typedef struct hal_cuda_ep {
     int32_t device, unused;
-    uint64_t peers;       /* rank 0's window as this device addresses it; rank r's is r * peer_stride further on */
+    uint64_t peers; /* rank 0's window as this device addresses it; rank r's is r * peer_stride further on */
     uint64_t peer_stride;
-    uint64_t state;       /* this rank's counters (struct State), device memory, zeroed at the start */
-    uint64_t scratch;     /* this rank's own: bits of the directory, then counts by block and expert */
-    uint64_t error;       /* hal_cuda_error in pinned memory, device address */
-    uint64_t abort;       /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up */
+    uint64_t state;   /* this rank's counters (struct State), device memory, zeroed at the start */
+    uint64_t scratch; /* this rank's own: bits of the directory, then counts by block and expert */
+    uint64_t error;   /* hal_cuda_error in pinned memory, device address */
+    uint64_t abort;   /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up */
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
@@ -55,7 +55,7 @@ typedef struct hal_cuda_ep {
     int32_t row_bytes, combine_row_bytes, combine_type; /* 0 bfloat16, 1 float16, 2 float32 */
     int32_t expert_layout, fixed_slots, alignment, slots, slot_rows;
     uint32_t owner_inverse; /* (2^32 - 1) / local_experts + 1 */
-    int32_t keep_source;  /* dispatch keeps where each row came from: needed by a combine that pushes */
+    int32_t keep_source;    /* dispatch keeps where each row came from: needed by a combine that pushes */
 } hal_cuda_ep;
 
 enum { HAL_CUDA_SEND = 1, HAL_CUDA_RECV = 2 };
@@ -68,10 +68,10 @@ enum { HAL_CUDA_SEND = 1, HAL_CUDA_RECV = 2 };
 typedef struct hal_cuda_dispatch_args {
     uint64_t x, topk_idx, topk_weights, scales;
     uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets;
-    uint64_t host_word;   /* pinned: sequence << 32 | rows, written as soon as the rows are known; 0 = not wanted */
+    uint64_t host_word; /* pinned: sequence << 32 | rows, written as soon as the rows are known; 0 = not wanted */
     uint32_t sequence;
     int32_t tokens, idx_is_64, cached, slot, phases;
-    int32_t pad_to_rows;  /* rows up to here are zeroed; 0 = none beyond what the layout itself pads */
+    int32_t pad_to_rows; /* rows up to here are zeroed; 0 = none beyond what the layout itself pads */
     int32_t blocks, threads;
 } hal_cuda_dispatch_args;
 
@@ -92,9 +92,9 @@ typedef struct hal_cuda_properties {
 } hal_cuda_properties;
 
 typedef struct hal_cuda_window {
-    uint64_t ptr, bytes;          /* this rank's part, as the frameworks see it */
-    uint64_t peers, peer_stride;  /* every rank's part, as kernels address it */
-    uint64_t handle;              /* ncclWindow_t */
+    uint64_t ptr, bytes;         /* this rank's part, as the frameworks see it */
+    uint64_t peers, peer_stride; /* every rank's part, as kernels address it */
+    uint64_t handle;             /* ncclWindow_t */
 } hal_cuda_window;
 
 /* One ordering word, run by the one-block interpreter kernel. */
@@ -133,7 +133,8 @@ int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int count, uint6
 /* Counters of arrays that view slots; they outlive everything, since an array may. */
 int64_t* hal_cuda_leases(int count);
 /* A DLManagedTensor (DLPack) of leased memory: *lease goes up now, and down when its consumer lets go. NULL: no memory. */
-void* hal_cuda_dlpack(uint64_t ptr, int device, int code, int bits, int dims, int64_t rows, int64_t columns, int64_t* lease);
+void* hal_cuda_dlpack(uint64_t ptr, int device, int code, int bits, int dims, int64_t rows, int64_t columns,
+                      int64_t* lease);
 
 int hal_cuda_device_count(int* count);
 int hal_cuda_malloc(int device, uint64_t bytes, uint64_t stream, uint64_t* ptr);
@@ -146,7 +147,8 @@ int hal_cuda_stream_create(int device, uint64_t* stream);
 int hal_cuda_stream_destroy(int device, uint64_t stream);
 int hal_cuda_stream_sync(int device, uint64_t stream);
 int hal_cuda_stream_capturing(int device, uint64_t stream, int* capturing);
-int hal_cuda_stream_order(int device, uint64_t earlier, uint64_t later); /* `later` goes on after what `earlier` holds now */
+int hal_cuda_stream_order(int device, uint64_t earlier,
+                          uint64_t later); /* `later` goes on after what `earlier` holds now */
 
 #ifdef __cplusplus
 }

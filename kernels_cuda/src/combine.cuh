@@ -8,7 +8,8 @@ namespace hal::cuda {
 
 // Two words from each rank, 64 bytes apart: where its rows (pull, in 16-byte units) or its staging slot (push) lies, and
 // where its weights lie. Two sets in turn: a rank may announce the next round while a slow peer has yet to read this one.
-__device__ __forceinline__ std::uint64_t* ready_at(const hal_cuda_ep& ep, int peer, int source, std::uint64_t epoch, int word) {
+__device__ __forceinline__ std::uint64_t* ready_at(const hal_cuda_ep& ep, int peer, int source, std::uint64_t epoch,
+                                                   int word) {
     const std::size_t line = (static_cast<std::size_t>(epoch & 1) * ep.world + source) * 2 + word;
     return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_ready) + line * 64);
 }
@@ -26,7 +27,8 @@ struct Terms {
     int rank, row;
     float weight;
     __device__ static int count(const hal_cuda_ep& ep) { return ep.expert_layout ? ep.topk : ep.world; }
-    __device__ Terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token, int start) : rank(-1), row(-1), weight(1.0f) {
+    __device__ Terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token, int start)
+        : rank(-1), row(-1), weight(1.0f) {
         const int q = start + lane_id();
         if (q >= count(ep)) return;
         const int entry = token * count(ep) + q;
@@ -39,7 +41,8 @@ struct Terms {
 };
 
 template <class Type>
-__device__ __forceinline__ void add_biases(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token, Sum<Type>& sum) {
+__device__ __forceinline__ void add_biases(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token,
+                                           Sum<Type>& sum) {
     const std::size_t at = static_cast<std::size_t>(token) * ep.combine_row_bytes;
     if (a.bias0 != 0) sum.add_row(reinterpret_cast<const char*>(a.bias0) + at);
     if (a.bias1 != 0) sum.add_row(reinterpret_cast<const char*>(a.bias1) + at);

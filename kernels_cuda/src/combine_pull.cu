@@ -32,7 +32,8 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
     char* slot = at_home(ep, slot_offset(ep, a.scratch_slot));
     const int warps = gridDim.x * warps_in_block();
     const int pieces = a.window_offset < 0 ? cut.pieces : 1;
-    for (Tickets t(&counters.tickets[0], warp_id() * gridDim.x + blockIdx.x, warps, rows * pieces); t.more(); t.advance()) {
+    for (Tickets t(&counters.tickets[0], warp_id() * gridDim.x + blockIdx.x, warps, rows * pieces); t.more();
+         t.advance()) {
         const int i = t.unit() / pieces, s = segment_of(prefix, used.segments(), i);
         const std::size_t row = static_cast<std::size_t>(s) * ep.max_tokens + i - prefix[s];
         if (a.window_offset < 0) {
@@ -49,15 +50,19 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
 
 // The rows were written by earlier launches or by other blocks: a fence at system scope comes before, in the same threads.
 __device__ void announce(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t epoch) {
-    const std::uint64_t rows = a.window_offset >= 0 ? static_cast<std::uint64_t>(a.window_offset) : slot_offset(ep, a.scratch_slot);
+    const std::uint64_t rows =
+        a.window_offset >= 0 ? static_cast<std::uint64_t>(a.window_offset) : slot_offset(ep, a.scratch_slot);
     for (int peer = lane_id(); peer < ep.world; peer += 32) {
         if (a.carries_weights)
-            store_relaxed(ready_at(ep, peer, ep.rank, epoch, 1), stamped(epoch, static_cast<std::uint32_t>((slot_offset(ep, a.scratch_slot) + ep.slot_back) / 16)));
+            store_relaxed(
+                ready_at(ep, peer, ep.rank, epoch, 1),
+                stamped(epoch, static_cast<std::uint32_t>((slot_offset(ep, a.scratch_slot) + ep.slot_back) / 16)));
         store_relaxed(ready_at(ep, peer, ep.rank, epoch, 0), stamped(epoch, static_cast<std::uint32_t>(rows / 16)));
     }
 }
 
-__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch, unsigned* prefix) {
+__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch,
+                     unsigned* prefix) {
     if (a.window_offset >= 0 && !a.carries_weights) {
         if (blockIdx.x == 0 && warp_id() == 0) announce(ep, a, epoch);
         return;
@@ -76,12 +81,13 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
 }
 
 template <class Type, bool kWeighted>
-__device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const std::uint64_t* rows,
-                                          int token, Terms terms, Sum<Type>& sum) {
+__device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
+                                          const std::uint64_t* rows, int token, Terms terms, Sum<Type>& sum) {
     for (int start = 0;;) {
-        const auto address = terms.row < 0 ? 0ull
-                                           : reinterpret_cast<unsigned long long>(at_peer(ep, terms.rank, rows[terms.rank])) +
-                                                 static_cast<unsigned long long>(terms.row) * ep.combine_row_bytes;
+        const auto address = terms.row < 0
+                                 ? 0ull
+                                 : reinterpret_cast<unsigned long long>(at_peer(ep, terms.rank, rows[terms.rank])) +
+                                       static_cast<unsigned long long>(terms.row) * ep.combine_row_bytes;
         for (unsigned left = terms.lanes(); left != 0;) {  // two rows at a time, to have more loads in flight
             const int one = __ffs(static_cast<int>(left)) - 1;
             left &= left - 1;
@@ -102,7 +108,8 @@ __device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_
     add_biases<Type>(ep, a, token, sum);
 }
 
-__device__ void fetch_weights(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const std::uint64_t* weights, int token) {
+__device__ void fetch_weights(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const std::uint64_t* weights,
+                              int token) {
     if (lane_id() >= ep.topk) return;
     const int entry = token * ep.topk + lane_id();
     const int id = reinterpret_cast<const std::int32_t*>(a.idx)[entry];
@@ -111,8 +118,9 @@ __device__ void fetch_weights(const hal_cuda_ep& ep, const hal_cuda_combine_args
         const int rank = id / ep.local_experts;
         const auto* from = reinterpret_cast<const float*>(at_peer(ep, rank, weights[rank]));
         const auto* pos = reinterpret_cast<const std::int32_t*>(a.pos);
-        value = ep.expert_layout ? __ldcg(from + pos[entry])
-                                 : __ldcg(from + static_cast<std::size_t>(pos[token * ep.world + rank]) * ep.topk + lane_id());
+        value = ep.expert_layout
+                    ? __ldcg(from + pos[entry])
+                    : __ldcg(from + static_cast<std::size_t>(pos[token * ep.world + rank]) * ep.topk + lane_id());
     }
     reinterpret_cast<float*>(a.out_weights)[entry] = value;
 }
@@ -124,18 +132,24 @@ __device__ void tell_done(const hal_cuda_ep& ep) {
 }
 
 template <class Type, bool kWeighted>
-__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch) {
+__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters,
+                        std::uint64_t epoch) {
     __shared__ std::uint64_t rows[kMaxRanks], weights[kMaxRanks];
     const RowCut cut(ep.combine_row_bytes, kSumVectors);
     const int warps = gridDim.x * warps_in_block(), units = a.tokens * cut.pieces;
     Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, units);
-    Terms terms(ep, a, t.more() ? t.unit() / cut.pieces : 0, t.more() ? 0 : 1 << 20);  // looked up while the peers' words fly
+    Terms terms(ep, a, t.more() ? t.unit() / cut.pieces : 0,
+                t.more() ? 0 : 1 << 20);  // looked up while the peers' words fly
     int alive = 1;
     for (int r = threadIdx.x; r < ep.world; r += blockDim.x) {
         std::uint32_t offset = 0;
-        if (!wait_until(ep, [&] { return load_acquire(ready_at(ep, ep.rank, r, epoch, 0)); },
-                        [&](std::uint64_t v) { offset = static_cast<std::uint32_t>(v); return static_cast<std::uint32_t>(v >> 32) == static_cast<std::uint32_t>(epoch); },
-                        HAL_CUDA_STAGE_READY, r, stamped(epoch, 0)))
+        if (!wait_until(
+                ep, [&] { return load_acquire(ready_at(ep, ep.rank, r, epoch, 0)); },
+                [&](std::uint64_t v) {
+                    offset = static_cast<std::uint32_t>(v);
+                    return static_cast<std::uint32_t>(v >> 32) == static_cast<std::uint32_t>(epoch);
+                },
+                HAL_CUDA_STAGE_READY, r, stamped(epoch, 0)))
             alive = 0;
         rows[r] = static_cast<std::uint64_t>(offset) * 16;
         if (!a.carries_weights) continue;
@@ -198,8 +212,11 @@ extern "C" int hal_cuda_combine(const hal_cuda_ep* ep, const hal_cuda_combine_ar
     using namespace hal::cuda;
     if (args->push) return combine_push(*ep, *args, stream);
     switch (ep->combine_type) {
-        case 0: return pull<Bfloat16>(*ep, *args, stream);
-        case 1: return pull<Float16>(*ep, *args, stream);
-        default: return pull<Float32>(*ep, *args, stream);
+        case 0:
+            return pull<Bfloat16>(*ep, *args, stream);
+        case 1:
+            return pull<Float16>(*ep, *args, stream);
+        default:
+            return pull<Float32>(*ep, *args, stream);
     }
 }

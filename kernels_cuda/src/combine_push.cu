@@ -33,9 +33,11 @@ __device__ __forceinline__ char* staging_at(const hal_cuda_ep& ep, int home, uns
     const std::size_t row = static_cast<std::size_t>(source) * ep.max_tokens + token;
     return at_peer(ep, home, slot_offset(ep, static_cast<int>(slot))) + row * ep.combine_row_bytes;
 }
-__device__ __forceinline__ float* staged_weights_at(const hal_cuda_ep& ep, int home, unsigned slot, int source, int token) {
+__device__ __forceinline__ float* staged_weights_at(const hal_cuda_ep& ep, int home, unsigned slot, int source,
+                                                    int token) {
     const std::size_t row = static_cast<std::size_t>(source) * ep.max_tokens + token;
-    return reinterpret_cast<float*>(at_peer(ep, home, slot_offset(ep, static_cast<int>(slot)) + ep.slot_back)) + row * ep.topk;
+    return reinterpret_cast<float*>(at_peer(ep, home, slot_offset(ep, static_cast<int>(slot)) + ep.slot_back)) +
+           row * ep.topk;
 }
 
 // A sum of this rank's own rows does not cross the link, so it stays float32.
@@ -46,13 +48,15 @@ __device__ __forceinline__ float* own_sums_at(const hal_cuda_ep& ep, unsigned sl
 
 // This rank's part of one token from the rows that `row` names for each lane, in top-k order, rounded to the rows' type.
 template <class Type, bool kWeighted>
-__device__ __forceinline__ void sum_rows(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int row, float weight, Sum<Type>& sum) {
+__device__ __forceinline__ void sum_rows(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int row, float weight,
+                                         Sum<Type>& sum) {
     for (unsigned left = __ballot_sync(0xffffffffu, row >= 0); left != 0;) {
         const int one = __ffs(static_cast<int>(left)) - 1;
         left &= left - 1;
         const int two = left != 0 ? __ffs(static_cast<int>(left)) - 1 : -1;
         left &= left - 1;
-        const std::size_t first = __shfl_sync(0xffffffffu, row, one), second = __shfl_sync(0xffffffffu, row, max(two, 0));
+        const std::size_t first = __shfl_sync(0xffffffffu, row, one),
+                          second = __shfl_sync(0xffffffffu, row, max(two, 0));
         uint4 v[kSumVectors], w[kSumVectors];
         const auto* x = reinterpret_cast<const char*>(a.x);
         sum.load(x + first * ep.combine_row_bytes, v);
@@ -64,8 +68,8 @@ __device__ __forceinline__ void sum_rows(const hal_cuda_ep& ep, const hal_cuda_c
 }
 
 template <class Type, bool kWeighted>
-__device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const Sources& from, int source, int place,
-                         unsigned slot, std::uint32_t** flags) {
+__device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const Sources& from, int source,
+                         int place, unsigned slot, std::uint32_t** flags) {
     const auto* meta = reinterpret_cast<const std::int32_t*>(a.source);
     const auto* back = reinterpret_cast<const float*>(a.row_weights);
     int token = 0;
@@ -77,7 +81,8 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         float weight = 1.0f;
         if (lane_id() < ep.topk) {
             row = __ldg(meta + at * ep.topk + lane_id());
-            if (kWeighted) weight = __ldg(reinterpret_cast<const float*>(a.source) + entries + at * ep.topk + lane_id());
+            if (kWeighted)
+                weight = __ldg(reinterpret_cast<const float*>(a.source) + entries + at * ep.topk + lane_id());
             if (a.carries_weights && row >= 0) carried = __ldg(back + row);
         }
         token = __ldg(meta + 2 * entries + at);
@@ -85,13 +90,16 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         for (int p = 0; p < cut.pieces; ++p) {
             Sum<Type> sum(cut, p);
             sum_rows<Type, kWeighted>(ep, a, row, weight, sum);
-            if (source == ep.rank) sum.store_sums(own_sums_at(ep, slot, token));
-            else sum.store(staging_at(ep, source, slot, ep.rank, token));
+            if (source == ep.rank)
+                sum.store_sums(own_sums_at(ep, slot, token));
+            else
+                sum.store(staging_at(ep, source, slot, ep.rank, token));
         }
     } else {
         const int row = from.first_row(source) + place;
         token = __ldg(meta + row);
-        if (a.carries_weights && lane_id() < ep.topk) carried = __ldg(back + static_cast<std::size_t>(row) * ep.topk + lane_id());
+        if (a.carries_weights && lane_id() < ep.topk)
+            carried = __ldg(back + static_cast<std::size_t>(row) * ep.topk + lane_id());
         const RowCut cut(ep.combine_row_bytes);
         for (int p = 0; p < cut.pieces; ++p) {
             Piece piece;
@@ -100,7 +108,8 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
             piece.store(staging_at(ep, source, slot, ep.rank, token));
         }
     }
-    if (a.carries_weights && lane_id() < ep.topk) staged_weights_at(ep, source, slot, ep.rank, token)[lane_id()] = carried;
+    if (a.carries_weights && lane_id() < ep.topk)
+        staged_weights_at(ep, source, slot, ep.rank, token)[lane_id()] = carried;
     if (lane_id() == 0) flags[warp_id()] = combine_flag_at(ep, source, ep.rank, token);
 }
 
@@ -113,11 +122,13 @@ __device__ __forceinline__ void flag_rows(const Batches& batch, std::uint32_t* c
 }
 
 template <class Type, bool kWeighted>
-__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch, bool split) {
+__device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch,
+                     bool split) {
     __shared__ unsigned slot[kMaxRanks];
     if (blockIdx.x == 0)
         for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x)
-            store_relaxed(ready_at(ep, peer, ep.rank, epoch, 0), stamped(epoch, static_cast<std::uint32_t>(a.scratch_slot)));
+            store_relaxed(ready_at(ep, peer, ep.rank, epoch, 0),
+                          stamped(epoch, static_cast<std::uint32_t>(a.scratch_slot)));
     // In a fused launch some blocks push and then sum, the others sum from the start. No block waits for rows before its
     // own pushes are done, so it does not matter which blocks run at the same time.
     const int pushers = split ? static_cast<int>(gridDim.x) : min(a.push_blocks, static_cast<int>(gridDim.x));
@@ -127,7 +138,9 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
     for (int s = threadIdx.x; s < ep.world; s += blockDim.x) {
         std::uint32_t value = 0;
         // A rank that gets no rows may be a round ahead already, so its word is not waited for.
-        if (from.of(s) > 0 && !wait_stamped(ep, ready_at(ep, ep.rank, s, epoch, 0), epoch, HAL_CUDA_STAGE_READY, s, &value)) alive = 0;
+        if (from.of(s) > 0 &&
+            !wait_stamped(ep, ready_at(ep, ep.rank, s, epoch, 0), epoch, HAL_CUDA_STAGE_READY, s, &value))
+            alive = 0;
         slot[s] = value;
     }
     if (__syncthreads_and(alive) == 0) return;
@@ -146,8 +159,8 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
 
 // This rank's own part, from the caller's rows.
 template <class Type, bool kWeighted>
-__device__ __forceinline__ void add_own(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut, int piece,
-                                        const Terms& terms, Sum<Type>& sum) {
+__device__ __forceinline__ void add_own(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut,
+                                        int piece, const Terms& terms, Sum<Type>& sum) {
     if (!ep.expert_layout) {
         const std::size_t row = __shfl_sync(0xffffffffu, terms.row, ep.rank & 31);
         sum.add_row(reinterpret_cast<const char*>(a.x) + row * ep.combine_row_bytes);
@@ -163,8 +176,8 @@ __device__ __forceinline__ void add_own(const hal_cuda_ep& ep, const hal_cuda_co
 }
 
 template <class Type, bool kWeighted>
-__device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut, int token, int piece,
-                          std::uint32_t epoch, bool split) {
+__device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut, int token,
+                          int piece, std::uint32_t epoch, bool split) {
     Sum<Type> sum(cut, piece);
     const auto* idx = reinterpret_cast<const std::int32_t*>(a.idx) + static_cast<std::size_t>(token) * ep.topk;
     for (int start = 0; start < (ep.expert_layout ? 32 : ep.world); start += 32) {
@@ -176,10 +189,13 @@ __device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
                 continue;
             }
             int ok = 1;
-            if (lane_id() == 0) ok = wait_flag(ep, combine_flag_at(ep, ep.rank, rank, token), epoch, HAL_CUDA_STAGE_COMBINE_ROWS, rank);
+            if (lane_id() == 0)
+                ok = wait_flag(ep, combine_flag_at(ep, ep.rank, rank, token), epoch, HAL_CUDA_STAGE_COMBINE_ROWS, rank);
             if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
-            if (rank == ep.rank && ep.expert_layout) sum.add_sums(own_sums_at(ep, a.scratch_slot, token));
-            else sum.add_row(staging_at(ep, ep.rank, a.scratch_slot, rank, token));
+            if (rank == ep.rank && ep.expert_layout)
+                sum.add_sums(own_sums_at(ep, a.scratch_slot, token));
+            else
+                sum.add_row(staging_at(ep, ep.rank, a.scratch_slot, rank, token));
         }
     }
     add_biases<Type>(ep, a, token, sum);
@@ -194,8 +210,9 @@ __device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
         if (rank != ep.rank || split)
             value = __ldcg(staged_weights_at(ep, ep.rank, a.scratch_slot, rank, token) + lane_id());
         else
-            value = ep.expert_layout ? back[pos[token * ep.topk + lane_id()]]
-                                     : back[static_cast<std::size_t>(pos[token * ep.world + rank]) * ep.topk + lane_id()];
+            value = ep.expert_layout
+                        ? back[pos[token * ep.topk + lane_id()]]
+                        : back[static_cast<std::size_t>(pos[token * ep.world + rank]) * ep.topk + lane_id()];
     }
     reinterpret_cast<float*>(a.out_weights)[static_cast<std::size_t>(token) * ep.topk + lane_id()] = value;
     return true;
@@ -213,8 +230,11 @@ __global__ void __launch_bounds__(512, 1)
     if (sums) {
         const RowCut cut(ep.combine_row_bytes, kSumVectors);
         const int warps = gridDim.x * warps_in_block();
-        for (Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, a.tokens * cut.pieces); t.more(); t.advance())
-            if (!sum_token<Type, kWeighted>(ep, a, cut, t.unit() / cut.pieces, t.unit() % cut.pieces, static_cast<std::uint32_t>(epoch), split)) break;
+        for (Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, a.tokens * cut.pieces);
+             t.more(); t.advance())
+            if (!sum_token<Type, kWeighted>(ep, a, cut, t.unit() / cut.pieces, t.unit() % cut.pieces,
+                                            static_cast<std::uint32_t>(epoch), split))
+                break;
     }
     launch.end(sends, (a.phases & HAL_CUDA_RECV) != 0 ? epoch : 0);
 }
@@ -229,9 +249,12 @@ int push(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t st
 
 int combine_push(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
     switch (ep.combine_type) {
-        case 0: return push<Bfloat16>(ep, a, stream);
-        case 1: return push<Float16>(ep, a, stream);
-        default: return push<Float32>(ep, a, stream);
+        case 0:
+            return push<Bfloat16>(ep, a, stream);
+        case 1:
+            return push<Float16>(ep, a, stream);
+        default:
+            return push<Float32>(ep, a, stream);
     }
 }
 

@@ -126,15 +126,16 @@ __device__ __forceinline__ bool wait_stamped(const hal_cuda_ep& ep, const std::u
 
 __device__ __forceinline__ bool wait_at_least(const hal_cuda_ep& ep, const std::uint64_t* word, std::uint64_t target,
                                               int stage, int rank) {
-    return wait_until(ep, [&] { return load_acquire(word); }, [&](std::uint64_t v) { return v >= target; }, stage, rank,
-                      target);
+    return wait_until(
+        ep, [&] { return load_acquire(word); }, [&](std::uint64_t v) { return v >= target; }, stage, rank, target);
 }
 
 // A row's flag: the round it was last written in. A later round's row is further proof of this one's.
 __device__ __forceinline__ bool wait_flag(const hal_cuda_ep& ep, const std::uint32_t* flag, std::uint32_t epoch,
                                           int stage, int rank) {
-    return wait_until(ep, [&] { return load_acquire(flag); },
-                      [&](std::uint32_t v) { return static_cast<std::int32_t>(v - epoch) >= 0; }, stage, rank, epoch);
+    return wait_until(
+        ep, [&] { return load_acquire(flag); },
+        [&](std::uint32_t v) { return static_cast<std::int32_t>(v - epoch) >= 0; }, stage, rank, epoch);
 }
 
 __device__ __forceinline__ std::uint64_t* done_at(const hal_cuda_ep& ep, int peer, int source) {
@@ -146,8 +147,9 @@ __device__ __forceinline__ bool await_readers(const hal_cuda_ep& ep, int peer) {
     if (ep.keep_source) return true;
     const std::uint64_t rounds = load_relaxed(reinterpret_cast<const std::uint64_t*>(&state_of(ep)->combine.ended));
     const std::uint64_t* done = done_at(ep, ep.rank, peer);
-    return wait_until(ep, [&] { return load_relaxed(done); }, [&](std::uint64_t v) { return v >= rounds * kRound; },
-                      HAL_CUDA_STAGE_DONE, peer, rounds * kRound);
+    return wait_until(
+        ep, [&] { return load_relaxed(done); }, [&](std::uint64_t v) { return v >= rounds * kRound; },
+        HAL_CUDA_STAGE_DONE, peer, rounds * kRound);
 }
 
 // This block's part of a round's kRound, so that the parts of any number of blocks sum to it exactly.
@@ -167,7 +169,10 @@ struct Launch {
         __shared__ unsigned long long known[2];
         if (threadIdx.x == 0) {
             unsigned long long n, e;
-            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(n), "=l"(e) : "l"(&lane.launches) : "memory");
+            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                         : "=l"(n), "=l"(e)
+                         : "l"(&lane.launches)
+                         : "memory");
             // The added value depends on what was read, so the count cannot come before the reading.
             order = atomicAdd(&lane.entered, 1u + static_cast<unsigned>(n >> 63));
             known[0] = n, known[1] = e;
@@ -207,7 +212,7 @@ __device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, i
 // split would wait for the slowest. The first unit of each warp is its own number, so small launches take no ticket;
 // the next ticket is fetched before the current unit is worked on, which hides the counter's latency.
 class Tickets {
-public:
+  public:
     // `warp` is below `warps`, or negative for one that joins later and starts with a ticket.
     __device__ Tickets(unsigned* counter, int warp, int warps, int units)
         : counter_(counter), warps_(warps), units_(units), current_(warp), next_(units) {
@@ -221,7 +226,7 @@ public:
         if (current_ < units_) fetch();
     }
 
-private:
+  private:
     __device__ void fetch() {
         if ((threadIdx.x & 31) == 0) next_ = warps_ + static_cast<int>(atomicAdd(counter_, 1u));
     }
@@ -232,7 +237,7 @@ private:
 // Rows for whole blocks, one for each warp: a block fences once for all its warps' rows, because a fence at system scope
 // waits for everything that the multiprocessor has in flight.
 class Batches {
-public:
+  public:
     // Block-wide. The first batch is the block's own number among `blocks`; a block that joins later (number < 0) and
     // every further batch takes a ticket.
     __device__ Batches(unsigned* counter, int number, int blocks, int units)
@@ -255,7 +260,7 @@ public:
         batch_ = next;
     }
 
-private:
+  private:
     __device__ static int warps() { return static_cast<int>(blockDim.x >> 5); }
     unsigned* counter_;
     int blocks_, units_, batch_;

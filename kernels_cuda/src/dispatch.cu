@@ -10,7 +10,8 @@
 namespace hal::cuda {
 namespace {
 
-__device__ void clear_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const RowCut& cut, std::size_t row, bool expert) {
+__device__ void clear_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const RowCut& cut, std::size_t row,
+                          bool expert) {
     char* slot = slot_at(ep, ep.rank, a.slot);
     Piece nothing;
     nothing.clear();
@@ -23,7 +24,8 @@ __device__ void clear_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a
         reinterpret_cast<std::int32_t*>(slot + ep.slot_idx)[row * words + i] = -1;
         reinterpret_cast<float*>(slot + ep.slot_weights)[row * words + i] = 0.0f;
     }
-    for (int i = lane_id(); i < ep.scale_dim; i += 32) reinterpret_cast<float*>(slot + ep.slot_scales)[row * ep.scale_dim + i] = 0.0f;
+    for (int i = lane_id(); i < ep.scale_dim; i += 32)
+        reinterpret_cast<float*>(slot + ep.slot_scales)[row * ep.scale_dim + i] = 0.0f;
 }
 
 __device__ void signal_peers(const hal_cuda_ep& ep) {
@@ -40,7 +42,8 @@ struct Clearing {
     int segments, units;
     unsigned first;
 
-    __device__ Clearing(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, unsigned rows, bool moved)
+    __device__ Clearing(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, unsigned rows,
+                        bool moved)
         : padding{ep, a, plan, kExpert, rows}, segments(padding.segments()), units(0), first(rows) {
         if (!moved) return;
         if (segments == 1) {
@@ -101,8 +104,8 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
 }
 
 template <bool kExpert>
-__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Launch& launch, std::uint64_t epoch,
-                        const std::int32_t* from) {
+__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Launch& launch,
+                        std::uint64_t epoch, const std::int32_t* from) {
     if (kExpert) {
         receive_expert_rows(ep, a, launch.counters(), from, static_cast<std::uint32_t>(epoch));
         return;
@@ -110,7 +113,8 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
     if (blockIdx.x != 0 && !ep.keep_source) return;
     // The last warp waits, while thread 0 still keeps counts.
     for (int peer = lane_id(); warp_id() == warps_in_block() - 1 && peer < ep.world; peer += 32)
-        if (peer != ep.rank) wait_at_least(ep, arrival_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_ROWS, peer);
+        if (peer != ep.rank)
+            wait_at_least(ep, arrival_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_ROWS, peer);
     if (!ep.keep_source || a.cached) return;
     __syncthreads();
     const auto* source = reinterpret_cast<const std::int32_t*>(slot_at(ep, ep.rank, a.slot) + ep.slot_meta);
@@ -133,8 +137,11 @@ __global__ void __launch_bounds__(512, 1)
     std::uint64_t epoch = launch.finished + 1;
     const Plan plan(memory, ep, sends ? a.tokens : 0, kExpert);
     // A receive half belongs to the round that its send half noted, which need not be the last.
-    if (sends) moved = send<kExpert>(ep, a, plan, launch);
-    else epoch = launch.finished - (static_cast<std::uint32_t>(launch.finished) - static_cast<std::uint32_t>(counts[ep.world + kEpoch]));
+    if (sends)
+        moved = send<kExpert>(ep, a, plan, launch);
+    else
+        epoch = launch.finished -
+                (static_cast<std::uint32_t>(launch.finished) - static_cast<std::uint32_t>(counts[ep.world + kEpoch]));
     // A whole dispatch of layout expert received its rows while it pushed its own.
     if ((a.phases & HAL_CUDA_RECV) != 0 && !(kExpert && sends)) {
         for (int s = threadIdx.x; s < ep.world; s += blockDim.x)
@@ -151,8 +158,8 @@ std::size_t shared_words(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a)
     const std::size_t each = (experts + a.blocks - 1) / a.blocks;
     const std::size_t owners = ep.expert_layout ? each * (1 + a.threads / 32) : 0;
     const std::size_t scratch = std::max(experts + 3, owners);
-    return Directory::words(static_cast<int>(tokens), ep.world) + world * (2 + world) +
-           experts + (ep.expert_layout ? experts + ep.local_experts + 1 : 0) + experts + 3 + scratch;
+    return Directory::words(static_cast<int>(tokens), ep.world) + world * (2 + world) + experts +
+           (ep.expert_layout ? experts + ep.local_experts + 1 : 0) + experts + 3 + scratch;
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace hal::cuda {
 
 // Numbers the entries of this block's experts, sends their counts to everybody, and waits until all blocks have done so.
 __device__ inline bool number_and_send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
-                                const Launch& launch, std::uint64_t epoch) {
+                                       const Launch& launch, std::uint64_t epoch) {
     const OwnedExperts own(ep);
     __syncthreads();  // block 0 still reads its histogram in send_header
     number_entries(ep, a, own, plan.scratch + own.count, plan.scratch, reinterpret_cast<std::int32_t*>(a.pos));
@@ -52,8 +52,8 @@ __device__ __forceinline__ int lowest_lane(unsigned mask) { return __ffs(static_
 
 // A row goes once over the link to each rank, into the place of its first expert there; the receiver makes the other
 // copies. Rows for this rank's own experts are all written here.
-__device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, const RowCut& cut,
-                                int token) {
+__device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                const RowCut& cut, int token) {
     const int entry = token * ep.topk + lane_id();
     auto* pos = reinterpret_cast<std::int32_t*>(a.pos);
     int id = -1, row = -1;
@@ -74,7 +74,8 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     const unsigned at_peer_lanes = __match_any_sync(0xffffffffu, peer);
     const bool target = peer >= 0 && (peer == ep.rank || lane_id() == lowest_lane(at_peer_lanes));
     char* slot = peer >= 0 ? slot_at(ep, peer, plan.slot[peer]) : nullptr;
-    const auto address = reinterpret_cast<unsigned long long>(slot + static_cast<std::size_t>(max(row, 0)) * ep.row_bytes);
+    const auto address =
+        reinterpret_cast<unsigned long long>(slot + static_cast<std::size_t>(max(row, 0)) * ep.row_bytes);
     const unsigned targets = __ballot_sync(0xffffffffu, target);
     const char* x = reinterpret_cast<const char*>(a.x) + static_cast<std::size_t>(token) * ep.row_bytes;
     for (int p = 0; p < cut.pieces; ++p) {
@@ -85,11 +86,13 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
             piece.store(reinterpret_cast<char*>(__shfl_sync(0xffffffffu, address, lowest_lane(left))));
     }
     if (ep.scale_dim > 0) {
-        const auto scales = reinterpret_cast<unsigned long long>(slot + ep.slot_scales + static_cast<std::size_t>(max(row, 0)) * ep.scale_dim * 4);
+        const auto scales = reinterpret_cast<unsigned long long>(
+            slot + ep.slot_scales + static_cast<std::size_t>(max(row, 0)) * ep.scale_dim * 4);
         for (unsigned left = targets; left != 0; left &= left - 1) {
             auto* out = reinterpret_cast<float*>(__shfl_sync(0xffffffffu, scales, lowest_lane(left)));
             for (int i = lane_id(); i < ep.scale_dim; i += 32)
-                out[i] = __ldg(reinterpret_cast<const float*>(a.scales) + static_cast<std::size_t>(token) * ep.scale_dim + i);
+                out[i] = __ldg(reinterpret_cast<const float*>(a.scales) +
+                               static_cast<std::size_t>(token) * ep.scale_dim + i);
         }
     }
     if (peer == ep.rank) {
@@ -116,29 +119,31 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
 }
 
 // The flags of a block's batch of rows, one lane a row: the barrier orders all warps' stores before the fence.
-__device__ inline void flag_expert_rows(const hal_cuda_ep& ep, const Plan& plan, const Batches& batch, std::uint32_t epoch) {
+__device__ inline void flag_expert_rows(const hal_cuda_ep& ep, const Plan& plan, const Batches& batch,
+                                        std::uint32_t epoch) {
     __syncthreads();
     if (warp_id() != 0 || lane_id() >= batch.size()) return;
     __threadfence_system();
     const int token = batch.first() + lane_id();
     for (int hop = 1; hop < ep.world; ++hop) {
         const int to = (ep.rank + hop) % ep.world;
-        if (plan.directory.has(token, to)) store_relaxed(row_flag_at(ep, to, ep.rank, plan.directory.place(token, to)), epoch);
+        if (plan.directory.has(token, to))
+            store_relaxed(row_flag_at(ep, to, ep.rank, plan.directory.place(token, to)), epoch);
     }
 }
 
 // A row that a peer pushed to its first place here: copies to its other experts' places, and its words.
-__device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const RowCut& cut, int source,
-                                   int place, std::uint32_t epoch) {
+__device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const RowCut& cut,
+                                   int source, int place, std::uint32_t epoch) {
     int ok = 1;
-    if (lane_id() == 0)
-        ok = wait_flag(ep, row_flag_at(ep, ep.rank, source, place), epoch, HAL_CUDA_STAGE_ROWS, source);
+    if (lane_id() == 0) ok = wait_flag(ep, row_flag_at(ep, ep.rank, source, place), epoch, HAL_CUDA_STAGE_ROWS, source);
     if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
     const Record record(ep, ep.rank, a.slot, source, place);
     int row = -1, expert = -1;
     float weight = 0.0f;
     if (lane_id() < ep.topk)
-        row = __ldcg(record.rows + lane_id()), weight = __ldcg(record.weights + lane_id()), expert = __ldcg(record.experts + lane_id());
+        row = __ldcg(record.rows + lane_id()), weight = __ldcg(record.weights + lane_id()),
+        expert = __ldcg(record.experts + lane_id());
     const unsigned here = __ballot_sync(0xffffffffu, row >= 0);
     const int first = lowest_lane(here);
     char* slot = slot_at(ep, ep.rank, a.slot);
@@ -155,18 +160,21 @@ __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatc
         piece.span(cut, p);
         piece.load_shared(slot + first_row * ep.row_bytes);
         for (unsigned left = others; left != 0; left &= left - 1)
-            piece.store(slot + static_cast<std::size_t>(__shfl_sync(0xffffffffu, row, lowest_lane(left))) * ep.row_bytes);
+            piece.store(slot +
+                        static_cast<std::size_t>(__shfl_sync(0xffffffffu, row, lowest_lane(left))) * ep.row_bytes);
     }
     auto* scales = reinterpret_cast<float*>(slot + ep.slot_scales);
     for (unsigned left = others; ep.scale_dim > 0 && left != 0; left &= left - 1) {
         const std::size_t to = __shfl_sync(0xffffffffu, row, lowest_lane(left));
-        for (int i = lane_id(); i < ep.scale_dim; i += 32) scales[to * ep.scale_dim + i] = __ldcg(scales + first_row * ep.scale_dim + i);
+        for (int i = lane_id(); i < ep.scale_dim; i += 32)
+            scales[to * ep.scale_dim + i] = __ldcg(scales + first_row * ep.scale_dim + i);
     }
     return true;
 }
 
 // A unit's source and place among the rows that peers push here.
-__device__ __forceinline__ void find_source(const hal_cuda_ep& ep, const std::int32_t* from, int unit, int* source, int* place) {
+__device__ __forceinline__ void find_source(const hal_cuda_ep& ep, const std::int32_t* from, int unit, int* source,
+                                            int* place) {
     int s = 0;
     for (; s == ep.rank || unit >= from[s]; ++s) unit -= s == ep.rank ? 0 : from[s];
     *source = s, *place = unit;
@@ -181,7 +189,8 @@ __device__ inline void receive_expert_rows(const hal_cuda_ep& ep, const hal_cuda
                                            const std::int32_t* from, std::uint32_t epoch) {
     const RowCut cut(ep.row_bytes);
     const int warps = gridDim.x * warps_in_block();
-    for (Tickets t(&counters.tickets[2], warp_id() * gridDim.x + blockIdx.x, warps, rows_from_peers(ep, from)); t.more(); t.advance()) {
+    for (Tickets t(&counters.tickets[2], warp_id() * gridDim.x + blockIdx.x, warps, rows_from_peers(ep, from));
+         t.more(); t.advance()) {
         int source = 0, place = 0;
         find_source(ep, from, t.unit(), &source, &place);
         if (!receive_expert_row(ep, a, cut, source, place, epoch)) break;
@@ -194,7 +203,8 @@ __device__ inline void receive_expert_rows(const hal_cuda_ep& ep, const hal_cuda
 __device__ inline void move_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
                                         Counters& counters, const RowCut& cut, std::uint32_t epoch) {
     __shared__ std::int32_t from[kMaxRanks];
-    for (int s = threadIdx.x; s < ep.world; s += blockDim.x) from[s] = static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]);
+    for (int s = threadIdx.x; s < ep.world; s += blockDim.x)
+        from[s] = static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]);
     __syncthreads();
     const int receives = (a.phases & HAL_CUDA_RECV) != 0 ? rows_from_peers(ep, from) : 0;
     const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);

@@ -10,7 +10,8 @@ constexpr unsigned kCached = 1, kBadInput = 2;  // flags in a header's first wor
 // Words of one source's header: slot and flags, rows for each rank, entries for each expert.
 __device__ __forceinline__ std::uint64_t* header_at(const hal_cuda_ep& ep, int peer, int source) {
     const int words = 1 + ep.world + ep.experts;
-    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_header)) + static_cast<std::size_t>(source) * words;
+    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_header)) +
+           static_cast<std::size_t>(source) * words;
 }
 __device__ __forceinline__ std::uint64_t* arrival_at(const hal_cuda_ep& ep, int peer, int source) {
     return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_arrive) + static_cast<std::size_t>(source) * 64);
@@ -31,7 +32,11 @@ struct Plan {
     unsigned *pads, *scratch;
     __device__ Plan(std::uint32_t* memory, const hal_cuda_ep& ep, int tokens, bool expert) {
         directory.groups = (tokens + 31) / 32, directory.world = ep.world;
-        auto take = [&](std::size_t words) { auto* p = memory; memory += words; return p; };
+        auto take = [&](std::size_t words) {
+            auto* p = memory;
+            memory += words;
+            return p;
+        };
         directory.bits = take(static_cast<std::size_t>(ep.world) * directory.groups);
         directory.before = take(static_cast<std::size_t>(ep.world) * (directory.groups + 1));
         slot = take(ep.world), counts = take(ep.world * ep.world), base = take(ep.world);
@@ -49,8 +54,9 @@ __device__ void await_previous_round(const hal_cuda_ep& ep, std::uint64_t finish
     for (int peer = lane_id(); peer < ep.world; peer += 32) {
         if (peer == ep.rank) continue;
         const std::uint64_t* arrived = arrival_at(ep, ep.rank, peer);
-        wait_until(ep, [&] { return load_relaxed(arrived); }, [&](std::uint64_t v) { return v >= finished * kRound; },
-                   HAL_CUDA_STAGE_PREVIOUS_ROUND, peer, finished * kRound);
+        wait_until(
+            ep, [&] { return load_relaxed(arrived); }, [&](std::uint64_t v) { return v >= finished * kRound; },
+            HAL_CUDA_STAGE_PREVIOUS_ROUND, peer, finished * kRound);
         await_readers(ep, peer);
     }
 }
@@ -65,8 +71,10 @@ __device__ void refuse(const hal_cuda_ep& ep, hal_cuda_error bad, Counters& coun
 
 // Few tokens: every block looks at all of them. Many: each block looks at its part, and they exchange what they found
 // in this rank's own memory, which costs a grid barrier but reads the ids once.
-constexpr int kScanAlone = 512;
-__device__ __forceinline__ bool scans_alone(const hal_cuda_dispatch_args& a) { return a.tokens <= kScanAlone || gridDim.x == 1; }
+constexpr int kScanAlone = 1024;
+__device__ __forceinline__ bool scans_alone(const hal_cuda_dispatch_args& a) {
+    return a.tokens <= kScanAlone || gridDim.x == 1;
+}
 
 struct Scratch {
     std::uint32_t* bits;       // as in the directory
@@ -92,11 +100,12 @@ __device__ std::uint64_t mask_of_token(const hal_cuda_ep& ep, const hal_cuda_dis
 
 // Fills the groups, and where `checks` also counts experts (plan.scratch) and looks for bad ids.
 template <bool kExpert>
-__device__ void scan_tokens(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, int begin, int end,
-                            bool checks, hal_cuda_error* bad) {
+__device__ void scan_tokens(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, int begin,
+                            int end, bool checks, hal_cuda_error* bad) {
     const Owner owner(ep);
     if (!checks) {
-        plan.directory.fill(begin, end, a.tokens, [&](int token) { return mask_of_token<kExpert>(ep, a, owner, token); });
+        plan.directory.fill(begin, end, a.tokens,
+                            [&](int token) { return mask_of_token<kExpert>(ep, a, owner, token); });
         return;
     }
     plan.directory.fill(begin, end, a.tokens, [&](int token) {
@@ -132,7 +141,8 @@ __device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     if (!grid_barrier(ep, launch.counters(), 0)) return false;
     for (int i = threadIdx.x; i < ep.world * groups; i += blockDim.x) plan.directory.bits[i] = __ldcg(shared.bits + i);
     if (blockIdx.x == 0 && !a.cached) {
-        if (threadIdx.x == 0) bad->detail = static_cast<int>(*reinterpret_cast<volatile unsigned*>(&launch.counters().refused));
+        if (threadIdx.x == 0)
+            bad->detail = static_cast<int>(*reinterpret_cast<volatile unsigned*>(&launch.counters().refused));
         for (int e = threadIdx.x; !kExpert && e < ep.experts; e += blockDim.x) {
             unsigned total = 0;
 #pragma unroll 12
@@ -149,8 +159,8 @@ __device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
 // Block 0: this rank's slot, row counts and (layout rank) each rank's own experts' counts, to every rank and itself. A
 // handle's counts are known already; words go out all the same, so that a rank that does without is not left waiting.
 template <bool kExpert>
-__device__ void send_header(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, std::uint64_t epoch,
-                            bool bad) {
+__device__ void send_header(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                            std::uint64_t epoch, bool bad) {
     const unsigned flags = (a.cached ? kCached : 0u) | (bad ? kBadInput : 0u);
     const bool counted = !a.cached && !bad;
     for (int peer = 0; peer < ep.world; ++peer) {
@@ -171,7 +181,8 @@ __device__ void send_header(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
     }
 }
 
-__device__ void send_expert_counts(const hal_cuda_ep& ep, OwnedExperts own, const unsigned* totals, std::uint64_t epoch) {
+__device__ void send_expert_counts(const hal_cuda_ep& ep, OwnedExperts own, const unsigned* totals,
+                                   std::uint64_t epoch) {
     for (int i = threadIdx.x; i < own.count * ep.world; i += blockDim.x) {
         const int peer = i / own.count, o = i % own.count;
         store_relaxed(header_at(ep, peer, ep.rank) + 1 + ep.world + own.first + o, stamped(epoch, totals[o]));
@@ -196,7 +207,8 @@ __device__ bool receive_headers(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     int refused = 0;
     auto word = [&](int source, int index) {
         std::uint32_t value = 0;
-        if (!wait_stamped(ep, header_at(ep, ep.rank, source) + index, epoch, HAL_CUDA_STAGE_HEADER, source, &value)) refused = 1;
+        if (!wait_stamped(ep, header_at(ep, ep.rank, source) + index, epoch, HAL_CUDA_STAGE_HEADER, source, &value))
+            refused = 1;
         return value;
     };
     const int each = a.cached ? 1 : 1 + ep.world;
@@ -214,7 +226,8 @@ __device__ bool receive_headers(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     const int back = static_cast<int>(blockDim.x - 1 - threadIdx.x);
     for (int e = back; !kExpert && blockIdx.x == 0 && !a.cached && e < ep.local_experts; e += blockDim.x) {
         unsigned total = 0;
-        for (int source = 0; source < ep.world; ++source) total += word(source, 1 + ep.world + ep.rank * ep.local_experts + e);
+        for (int source = 0; source < ep.world; ++source)
+            total += word(source, 1 + ep.world + ep.rank * ep.local_experts + e);
         plan.expert_total[e] = total;
     }
     for (int e = back; kExpert && !a.cached && e < ep.experts; e += blockDim.x) {
@@ -256,12 +269,14 @@ __device__ void place_groups(const hal_cuda_ep& ep, const hal_cuda_dispatch_args
         for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x) {
             plan.start[e] = static_cast<unsigned>(reinterpret_cast<const long long*>(a.expert_offsets)[e]);
             if (e < ep.local_experts)
-                plan.expert_total[ep.rank * ep.local_experts + e] = reinterpret_cast<const std::int32_t*>(a.expert_counts)[e];
+                plan.expert_total[ep.rank * ep.local_experts + e] =
+                    reinterpret_cast<const std::int32_t*>(a.expert_counts)[e];
         }
     } else if (ep.fixed_slots) {
         for (int e = threadIdx.x; e < ep.experts; e += blockDim.x)
             plan.expert_base[e] = (static_cast<unsigned>(e % ep.local_experts) * ep.world + ep.rank) * ep.max_tokens;
-        for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x) plan.start[e] = static_cast<unsigned>(e) * ep.world * ep.max_tokens;
+        for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x)
+            plan.start[e] = static_cast<unsigned>(e) * ep.world * ep.max_tokens;
     } else {
         for (int r = warp_id(); r < ep.world; r += warps_in_block()) {
             unsigned running = 0;
@@ -317,8 +332,10 @@ template <bool kExpert>
 __device__ unsigned rows_here(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, bool moved) {
     unsigned rows = 0;
     for (int s = 0; moved && s < ep.world; ++s) rows += plan.counts[s * ep.world + ep.rank];
-    if (ep.fixed_slots) rows = static_cast<unsigned>(ep.slot_rows);
-    else if (kExpert) rows = moved ? plan.start[ep.local_experts] : 0u;
+    if (ep.fixed_slots)
+        rows = static_cast<unsigned>(ep.slot_rows);
+    else if (kExpert)
+        rows = moved ? plan.start[ep.local_experts] : 0u;
     if (blockIdx.x == 0 && threadIdx.x == 0 && a.host_word != 0) {
         __threadfence_system();  // an error record must be there before the word that ends the host's wait
         store_relaxed(reinterpret_cast<std::uint64_t*>(a.host_word), stamped(a.sequence, rows));
@@ -328,8 +345,8 @@ __device__ unsigned rows_here(const hal_cuda_ep& ep, const hal_cuda_dispatch_arg
 
 // Block 0 keeps what the receive half and the combine need, and what the caller gets: apart, since that may be overwritten.
 template <bool kExpert>
-__device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, std::uint64_t epoch,
-                            bool moved, unsigned rows) {
+__device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                            std::uint64_t epoch, bool moved, unsigned rows) {
     auto* counts = reinterpret_cast<std::int32_t*>(a.counts);
     char* slot = at_home(ep, ep.off_slots + a.slot * ep.slot_bytes);
     if (threadIdx.x == 0) counts[ep.world + kEpoch] = static_cast<std::int32_t>(epoch);
@@ -339,12 +356,14 @@ __device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
             const unsigned n = moved ? plan.counts[s * ep.world + ep.rank] : 0u;
             counts[s] = static_cast<std::int32_t>(n), total += n;
         }
-        counts[ep.world + kTotal] = static_cast<std::int32_t>(total), counts[ep.world + kRows] = static_cast<std::int32_t>(rows);
+        counts[ep.world + kTotal] = static_cast<std::int32_t>(total),
+                          counts[ep.world + kRows] = static_cast<std::int32_t>(rows);
     }
     auto* kept = reinterpret_cast<std::int32_t*>(a.expert_counts);
     for (int e = threadIdx.x; e < ep.local_experts; e += blockDim.x) {
         std::int32_t n = a.cached ? kept[e] : 0;
-        if (!a.cached && moved) n = static_cast<std::int32_t>(plan.expert_total[kExpert ? ep.rank * ep.local_experts + e : e]);
+        if (!a.cached && moved)
+            n = static_cast<std::int32_t>(plan.expert_total[kExpert ? ep.rank * ep.local_experts + e : e]);
         kept[e] = n;
         reinterpret_cast<std::int32_t*>(slot + ep.slot_counts)[e] = n;
     }
@@ -356,7 +375,8 @@ __device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
         reinterpret_cast<long long*>(slot + ep.slot_offsets)[e] = offset;
     }
     for (int i = threadIdx.x; ep.fixed_slots && !a.cached && i < ep.local_experts * ep.world; i += blockDim.x)
-        counts[ep.world + kTails + i] = moved ? static_cast<std::int32_t>(Padding{ep, a, plan, true, 0}.received(i)) : 0;
+        counts[ep.world + kTails + i] =
+            moved ? static_cast<std::int32_t>(Padding{ep, a, plan, true, 0}.received(i)) : 0;
 }
 
 __device__ __forceinline__ char* slot_at(const hal_cuda_ep& ep, int peer, unsigned slot) {

@@ -20,7 +20,9 @@ struct RowWords {
         rows = min(32, static_cast<int>(plan.directory.total(peer)) - first);
         token = lane_id() < rows ? plan.directory.token(peer, first + lane_id()) : 0;
     }
-    __device__ static int units_of(const Plan& plan, int peer) { return static_cast<int>(plan.directory.total(peer) + 31) / 32; }
+    __device__ static int units_of(const Plan& plan, int peer) {
+        return static_cast<int>(plan.directory.total(peer) + 31) / 32;
+    }
     __device__ static int units(const Plan& plan, int world) {
         int n = 0;
         for (int r = 0; r < world; ++r) n += units_of(plan, r);
@@ -78,12 +80,15 @@ struct RowWords {
             load(ep, a, start);
             store(ep, slot, row, start, owner);
         }
-        if (ep.keep_source && lane_id() < rows) reinterpret_cast<std::int32_t*>(slot + ep.slot_meta)[row + lane_id()] = token;
+        if (ep.keep_source && lane_id() < rows)
+            reinterpret_cast<std::int32_t*>(slot + ep.slot_meta)[row + lane_id()] = token;
         if (ep.scale_dim == 0) return;
         const auto* scales = reinterpret_cast<const float*>(a.scales);
         auto* out = reinterpret_cast<float*>(slot + ep.slot_scales) + row * ep.scale_dim;
-        if (ep.scale_dim % 4 == 0) copy_scales(reinterpret_cast<const float4*>(scales), reinterpret_cast<float4*>(out), ep.scale_dim / 4);
-        else copy_scales(scales, out, ep.scale_dim);
+        if (ep.scale_dim % 4 == 0)
+            copy_scales(reinterpret_cast<const float4*>(scales), reinterpret_cast<float4*>(out), ep.scale_dim / 4);
+        else
+            copy_scales(scales, out, ep.scale_dim);
     }
 };
 
@@ -92,7 +97,8 @@ __device__ void keep_token(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& 
     if (a.cached) return;
     auto* pos = reinterpret_cast<std::int32_t*>(a.pos);
     for (int r = lane_id(); r < ep.world; r += 32)
-        pos[token * ep.world + r] = plan.directory.has(token, r) ? static_cast<int>(plan.base[r]) + plan.directory.place(token, r) : -1;
+        pos[token * ep.world + r] =
+            plan.directory.has(token, r) ? static_cast<int>(plan.base[r]) + plan.directory.place(token, r) : -1;
     if (lane_id() < ep.topk) {
         const int entry = token * ep.topk + lane_id();
         reinterpret_cast<std::int32_t*>(a.idx)[entry] = expert_id(a, entry);
@@ -108,14 +114,16 @@ struct RankUnits {
     __device__ int total() const { return words + pieces; }
     __device__ bool is_words(int unit) const { return words > 0 && unit < words * stride && unit % stride == 0; }
     __device__ int word_unit(int unit) const { return unit / stride; }
-    __device__ int piece_unit(int unit) const { return words == 0 ? unit : unit - min((unit + stride - 1) / stride, words); }
+    __device__ int piece_unit(int unit) const {
+        return words == 0 ? unit : unit - min((unit + stride - 1) / stride, words);
+    }
 };
 
 // Each piece of a row is loaded once and stored at every rank that gets it. What the first unit needs is loaded before the
 // headers are waited for.
 template <class Headers>
-__device__ bool push_rank_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Counters& counters,
-                               Headers headers) {
+__device__ bool push_rank_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                               Counters& counters, Headers headers) {
     const RowCut cut(ep.row_bytes);
     const Owner owner(ep);
     const RankUnits units(RowWords::units(plan, ep.world), a.tokens * cut.pieces);
@@ -143,11 +151,13 @@ __device__ bool push_rank_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_ar
         } else {
             const int unit = units.piece_unit(tickets.unit());
             const int token = unit / cut.pieces;
-            for (int hop = 1, peer = ep.rank; hop <= ep.world; ++hop) {  // each rank starts with another peer, itself last
+            for (int hop = 1, peer = ep.rank; hop <= ep.world;
+                 ++hop) {  // each rank starts with another peer, itself last
                 peer = peer + 1 == ep.world ? 0 : peer + 1;
                 if (!plan.directory.has(token, peer)) continue;
                 piece.store(slot_at(ep, peer, plan.slot[peer]) +
-                            static_cast<std::size_t>(plan.base[peer] + plan.directory.place(token, peer)) * ep.row_bytes);
+                            static_cast<std::size_t>(plan.base[peer] + plan.directory.place(token, peer)) *
+                                ep.row_bytes);
             }
             if (unit % cut.pieces == 0) keep_token(ep, a, plan, token);
         }

@@ -14,7 +14,7 @@ int check(cudaError_t status, const char* what);
 
 // Makes `device` current, and the caller's device again afterwards.
 class OnDevice {
-public:
+  public:
     explicit OnDevice(int device) {
         cudaGetDevice(&before_);
         if (before_ != device) cudaSetDevice(device), changed_ = true;
@@ -25,16 +25,17 @@ public:
     OnDevice(const OnDevice&) = delete;
     OnDevice& operator=(const OnDevice&) = delete;
 
-private:
+  private:
     int before_ = 0;
     bool changed_ = false;
 };
 
-constexpr std::size_t kSharedLimit = 226 * 1024;  // of the 227 KB that a block can have; the kernels' own variables take some
+constexpr std::size_t kSharedLimit =
+    226 * 1024;  // of the 227 KB that a block can have; the kernels' own variables take some
 
 template <class Kernel, class... Args>
-int launch(Kernel kernel, int device, int blocks, int threads, std::size_t shared, std::uint64_t stream, const char* what,
-           const Args&... args) {
+int launch(Kernel kernel, int device, int blocks, int threads, std::size_t shared, std::uint64_t stream,
+           const char* what, const Args&... args) {
     if (shared > kSharedLimit)
         return fail(std::string(what) + ": the routing tables need " + std::to_string(shared) +
                     " bytes of shared memory, a block has " + std::to_string(kSharedLimit) +

@@ -8,8 +8,13 @@
 namespace {
 
 // The DLPack ABI (version 0.8 and older, which every importer takes).
-struct Device { std::int32_t type, id; };
-struct DataType { std::uint8_t code, bits; std::uint16_t lanes; };
+struct Device {
+    std::int32_t type, id;
+};
+struct DataType {
+    std::uint8_t code, bits;
+    std::uint16_t lanes;
+};
 struct Tensor {
     void* data;
     Device device;
@@ -49,9 +54,13 @@ extern "C" void* hal_cuda_dlpack(std::uint64_t ptr, int device, int code, int bi
     leased->shape[0] = rows, leased->shape[1] = columns;
     leased->strides[0] = dims == 2 ? columns : 1, leased->strides[1] = 1;
     leased->lease = lease;
-    leased->managed.tensor = Tensor{reinterpret_cast<void*>(ptr), {kCuda, device}, dims,
+    leased->managed.tensor = Tensor{reinterpret_cast<void*>(ptr),
+                                    {kCuda, device},
+                                    dims,
                                     {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1},
-                                    leased->shape, leased->strides, 0};
+                                    leased->shape,
+                                    leased->strides,
+                                    0};
     leased->managed.context = leased;
     leased->managed.deleter = end;
     __atomic_add_fetch(lease, 1, __ATOMIC_ACQ_REL);

@@ -60,8 +60,9 @@ int hal_cuda_memset(int device, std::uint64_t ptr, int value, std::uint64_t byte
 }
 int hal_cuda_copy(int device, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, std::uint64_t stream) {
     const OnDevice here(device);
-    return check(cudaMemcpyAsync(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes, cudaMemcpyDefault,
-                                 as_stream(stream)), "cudaMemcpyAsync");
+    return check(cudaMemcpyAsync(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes,
+                                 cudaMemcpyDefault, as_stream(stream)),
+                 "cudaMemcpyAsync");
 }
 int hal_cuda_stream_create(int device, std::uint64_t* stream) {
     const OnDevice here(device);
@@ -90,7 +91,8 @@ int hal_cuda_stream_order(int device, std::uint64_t earlier, std::uint64_t later
     cudaEvent_t event = nullptr;
     if (check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate") != 0) return -1;
     const int recorded = check(cudaEventRecord(event, as_stream(earlier)), "cudaEventRecord");
-    const int waits = recorded == 0 ? check(cudaStreamWaitEvent(as_stream(later), event, 0), "cudaStreamWaitEvent") : -1;
+    const int waits =
+        recorded == 0 ? check(cudaStreamWaitEvent(as_stream(later), event, 0), "cudaStreamWaitEvent") : -1;
     cudaEventDestroy(event);
     return waits;
 }

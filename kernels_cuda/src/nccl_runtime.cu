@@ -9,17 +9,18 @@
 #include <cstring>
 #include <memory>
 
-#include "launch.cuh"
 #include "hal_cuda.h"
+#include "launch.cuh"
 
 namespace hal::cuda {
 namespace {
 
-#define HAL_NCCL_FUNCTIONS(_)                                                                                         \
-    _(ncclGetVersion) _(ncclGetErrorString) _(ncclGetLastError) _(ncclGetUniqueId) _(ncclCommInitRankConfig)           \
-    _(ncclCommDestroy) _(ncclCommAbort) _(ncclCommCount) _(ncclCommUserRank) _(ncclMemAlloc) _(ncclMemFree)            \
-    _(ncclCommWindowRegister) _(ncclCommWindowDeregister) _(ncclGetLsaDevicePointer) _(ncclCommQueryProperties)        \
-    _(ncclDevCommCreate) _(ncclDevCommDestroy)
+#define HAL_NCCL_FUNCTIONS(_)                                                                                          \
+    _(ncclGetVersion)                                                                                                  \
+    _(ncclGetErrorString) _(ncclGetLastError) _(ncclGetUniqueId) _(ncclCommInitRankConfig) _(ncclCommDestroy)          \
+        _(ncclCommAbort) _(ncclCommCount) _(ncclCommUserRank) _(ncclMemAlloc) _(ncclMemFree) _(ncclCommWindowRegister) \
+            _(ncclCommWindowDeregister) _(ncclGetLsaDevicePointer) _(ncclCommQueryProperties) _(ncclDevCommCreate)     \
+                _(ncclDevCommDestroy)
 
 struct Nccl {
     void* library = nullptr;
@@ -74,8 +75,9 @@ int finish(std::unique_ptr<Comm> c, void** out) {
     ncclCommProperties p;
     if (query(*c, p) != 0) return -1;
     if (!p.deviceApiSupport)
-        return fail("NCCL gives no symmetric memory here (deviceApiSupport is false): it needs peer access between all GPUs "
-                    "of a node and cuMem (NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE not 0)");
+        return fail(
+            "NCCL gives no symmetric memory here (deviceApiSupport is false): it needs peer access between all GPUs "
+            "of a node and cuMem (NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE not 0)");
     if (create_device_comm(*c) != 0) return -1;
     *out = c.release();
     return 0;
@@ -90,7 +92,8 @@ int check_view(Comm& c, const hal_cuda_window& window) {
     if (hal::cuda::check(status, "reading a window on the device") != 0) return -1;
     const std::uint64_t last = window.peers + (host[1] - 1) * window.peer_stride;
     if (host[2] != window.peers || host[3] != last)
-        return fail("the device sees other window addresses than the host: NCCL's device structures do not match the library");
+        return fail(
+            "the device sees other window addresses than the host: NCCL's device structures do not match the library");
     return 0;
 }
 
@@ -118,11 +121,12 @@ int hal_cuda_load_nccl(const char* path, int* version) {
     if (*version != NCCL_VERSION_CODE) {
         dlclose(library);
         return fail(std::string(path) + " is NCCL " + version_text(*version) + ", and this library was compiled for " +
-                    version_text(NCCL_VERSION_CODE) + ", whose device structures differ; install that version, or let hal compile "
+                    version_text(NCCL_VERSION_CODE) +
+                    ", whose device structures differ; install that version, or let hal compile "
                     "for this one (`hal_cuda.build`)");
     }
-#define HAL_FIND(name)                                                                               \
-    found.name = reinterpret_cast<decltype(found.name)>(dlsym(library, #name));                      \
+#define HAL_FIND(name)                                                          \
+    found.name = reinterpret_cast<decltype(found.name)>(dlsym(library, #name)); \
     if (found.name == nullptr) return fail(std::string(path) + " lacks " #name);
     HAL_NCCL_FUNCTIONS(HAL_FIND)
 #undef HAL_FIND
@@ -171,9 +175,11 @@ int hal_cuda_comm_destroy(void* comm, int abort) {
     std::unique_ptr<Comm> c(static_cast<Comm*>(comm));
     const OnDevice here(c->device);
     int status = 0;
-    if (c->has_device_comm && !abort) status |= check(api.ncclDevCommDestroy(c->comm, &c->device_comm), "ncclDevCommDestroy", c->comm);
+    if (c->has_device_comm && !abort)
+        status |= check(api.ncclDevCommDestroy(c->comm, &c->device_comm), "ncclDevCommDestroy", c->comm);
     if (!c->owned) return status;
-    return status | (abort ? check(api.ncclCommAbort(c->comm), "ncclCommAbort") : check(api.ncclCommDestroy(c->comm), "ncclCommDestroy"));
+    return status | (abort ? check(api.ncclCommAbort(c->comm), "ncclCommAbort")
+                           : check(api.ncclCommDestroy(c->comm), "ncclCommDestroy"));
 }
 
 int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out) {
@@ -185,15 +191,21 @@ int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out) {
     if (hal::cuda::check(cudaMemset(memory, 0, bytes), "cudaMemset") != 0) return -1;
     if (hal::cuda::check(cudaDeviceSynchronize(), "cudaMemset") != 0) return -1;
     ncclWindow_t window = nullptr;
-    if (check(api.ncclCommWindowRegister(c.comm, memory, bytes, &window, NCCL_WIN_COLL_SYMMETRIC), "ncclCommWindowRegister", c.comm) != 0) return -1;
+    if (check(api.ncclCommWindowRegister(c.comm, memory, bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
+              "ncclCommWindowRegister", c.comm) != 0)
+        return -1;
     if (window == nullptr) {
         api.ncclMemFree(memory);
-        return fail("NCCL registered the memory but gave no window: symmetric memory is not available here (see NCCL_DEBUG=INFO; "
-                    "NCCL_WIN_ENABLE and NCCL_CUMEM_ENABLE must not be 0)");
+        return fail(
+            "NCCL registered the memory but gave no window: symmetric memory is not available here (see "
+            "NCCL_DEBUG=INFO; "
+            "NCCL_WIN_ENABLE and NCCL_CUMEM_ENABLE must not be 0)");
     }
     void *first = nullptr, *second = nullptr;
     if (check(api.ncclGetLsaDevicePointer(window, 0, 0, &first), "ncclGetLsaDevicePointer", c.comm) != 0) return -1;
-    if (c.device_comm.lsaSize > 1 && check(api.ncclGetLsaDevicePointer(window, 0, 1, &second), "ncclGetLsaDevicePointer", c.comm) != 0) return -1;
+    if (c.device_comm.lsaSize > 1 &&
+        check(api.ncclGetLsaDevicePointer(window, 0, 1, &second), "ncclGetLsaDevicePointer", c.comm) != 0)
+        return -1;
     out->ptr = reinterpret_cast<uint64_t>(memory), out->bytes = bytes, out->handle = reinterpret_cast<uint64_t>(window);
     out->peers = reinterpret_cast<uint64_t>(first);
     out->peer_stride = second != nullptr ? reinterpret_cast<uint64_t>(second) - out->peers : 0;
@@ -203,7 +215,8 @@ int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out) {
 int hal_cuda_window_destroy(void* comm, hal_cuda_window* window) {
     Comm& c = *static_cast<Comm*>(comm);
     const OnDevice here(c.device);
-    const int status = check(api.ncclCommWindowDeregister(c.comm, reinterpret_cast<ncclWindow_t>(window->handle)), "ncclCommWindowDeregister", c.comm);
+    const int status = check(api.ncclCommWindowDeregister(c.comm, reinterpret_cast<ncclWindow_t>(window->handle)),
+                             "ncclCommWindowDeregister", c.comm);
     return status | check(api.ncclMemFree(reinterpret_cast<void*>(window->ptr)), "ncclMemFree", c.comm);
 }
 

@@ -32,7 +32,8 @@ __device__ __forceinline__ void expert_ids(const hal_cuda_dispatch_args& a, int 
     }
     long long wide[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) wide[i] = entry(i) >= 0 ? __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry(i)) : -1;
+    for (int i = 0; i < kCount; ++i)
+        wide[i] = entry(i) >= 0 ? __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry(i)) : -1;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) id[i] = wide[i] < -1 || wide[i] > 0x7fffffffll ? -2 : static_cast<int>(wide[i]);
 }
@@ -65,7 +66,10 @@ __device__ __forceinline__ int segment_of(const unsigned* prefix, int n, unsigne
     int low = 0, high = n - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (prefix[middle] <= value) low = middle; else high = middle - 1;
+        if (prefix[middle] <= value)
+            low = middle;
+        else
+            high = middle - 1;
     }
     return low;
 }
@@ -108,7 +112,8 @@ struct Directory {
     // Running counts, once all bits are there.
     __device__ void count() const {
         for (int rank = warp_id(); rank < world; rank += warps_in_block())
-            warp_prefix(prefix(rank), groups, [&](int g) { return static_cast<unsigned>(__popc(bits[rank * groups + g])); });
+            warp_prefix(prefix(rank), groups,
+                        [&](int g) { return static_cast<unsigned>(__popc(bits[rank * groups + g])); });
         __syncthreads();
     }
     __host__ __device__ static std::size_t words(int tokens, int world) {

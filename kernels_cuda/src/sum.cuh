@@ -55,10 +55,12 @@ struct Float16 {
 struct Float32 {
     static constexpr int kValues = 4;
     __device__ static void unpack(const uint4& v, float* out) {
-        out[0] = __uint_as_float(v.x), out[1] = __uint_as_float(v.y), out[2] = __uint_as_float(v.z), out[3] = __uint_as_float(v.w);
+        out[0] = __uint_as_float(v.x), out[1] = __uint_as_float(v.y), out[2] = __uint_as_float(v.z),
+        out[3] = __uint_as_float(v.w);
     }
     __device__ static uint4 pack(const float* in) {
-        return make_uint4(__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]), __float_as_uint(in[3]));
+        return make_uint4(__float_as_uint(in[0]), __float_as_uint(in[1]), __float_as_uint(in[2]),
+                          __float_as_uint(in[3]));
     }
 };
 
@@ -116,7 +118,8 @@ struct Sum {
 #pragma unroll
             for (int j = 0; j < Type::kValues; ++j)
                 if (first + i * 32 < end)
-                    value[i][j] = __fadd_rn(value[i][j], __ldcg(row + static_cast<std::size_t>(first + i * 32) * Type::kValues + j));
+                    value[i][j] = __fadd_rn(value[i][j],
+                                            __ldcg(row + static_cast<std::size_t>(first + i * 32) * Type::kValues + j));
     }
     __device__ void store(char* row) const {
 #pragma unroll

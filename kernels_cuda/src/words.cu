@@ -29,11 +29,14 @@ __device__ void put(const hal_cuda_op& op) {
 __device__ void signal(const hal_cuda_op& op) {
     auto* slot = reinterpret_cast<std::uint64_t*>(op.address);
     if (op.order == 2) __threadfence_system();
-    if (op.signal_op == 0) add_release(slot, op.value);
-    else store_release(slot, op.value);
+    if (op.signal_op == 0)
+        add_release(slot, op.value);
+    else
+        store_release(slot, op.value);
 }
 
-__global__ void words_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ Ops ops, std::uint64_t* result) {
+__global__ void words_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ Ops ops,
+                             std::uint64_t* result) {
     for (int i = 0; i < ops.count; ++i) {
         const hal_cuda_op& op = ops.op[i];
         __syncthreads();

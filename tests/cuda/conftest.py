@@ -68,7 +68,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not _facts:
         return
     driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.split()
     record = {
         "what": "tests marked cuda",

@@ -115,7 +115,10 @@ def _by_expert(spec: ExpertParallelSpec, batch: Batch, me: int) -> Rows:
     local = spec.num_experts // world
     fixed = spec.schedule == "latency"
     counts = torch.stack(
-        [torch.bincount((i - me * local)[(i // local == me) & (i >= 0)].flatten(), minlength=local) for i in batch.topk_idx]
+        [
+            torch.bincount((i - me * local)[(i // local == me) & (i >= 0)].flatten(), minlength=local)
+            for i in batch.topk_idx
+        ]
     )
     totals = counts.sum(0)
     aligned = (totals + spec.alignment - 1) // spec.alignment * spec.alignment
@@ -129,9 +132,10 @@ def _by_expert(spec: ExpertParallelSpec, batch: Batch, me: int) -> Rows:
         expert = (idx.flatten()[entry] - me * local).long()
         order = torch.argsort(expert, stable=True)
         entry, expert = entry[order], expert[order]
-        within = torch.arange(len(expert), device=device) - torch.cat(
-            [torch.zeros(1, dtype=torch.int64, device=device), counts[source].cumsum(0)[:-1]]
-        )[expert]
+        within = (
+            torch.arange(len(expert), device=device)
+            - torch.cat([torch.zeros(1, dtype=torch.int64, device=device), counts[source].cumsum(0)[:-1]])[expert]
+        )
         before = source * spec.max_tokens if fixed else counts[:source].sum(0)[expert]
         rows = offsets[expert] + before + within
         token = entry // spec.top_k
@@ -153,8 +157,13 @@ def answers(spec: ExpertParallelSpec, rows: list[int], seed: int, device: Any) -
     generator = torch.Generator(device="cpu").manual_seed(seed)
     dtype = getattr(torch, spec.combine_dtype or spec.dtype)
     return [
-        (torch.randn(n, min(spec.hidden, 64), generator=generator).repeat(1, -(-spec.hidden // 64))[:, : spec.hidden]
-         * torch.linspace(0.5, 2.0, spec.hidden)).to(dtype).contiguous().to(device)
+        (
+            torch.randn(n, min(spec.hidden, 64), generator=generator).repeat(1, -(-spec.hidden // 64))[:, : spec.hidden]
+            * torch.linspace(0.5, 2.0, spec.hidden)
+        )
+        .to(dtype)
+        .contiguous()
+        .to(device)
         for n in rows
     ]
 
@@ -203,7 +212,9 @@ def _add(acc: Tensor, y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor
     return torch.where(here[:, None], acc + rows, acc)
 
 
-def weights_home(spec: ExpertParallelSpec, batch: Batch, received: list[Rows], carried: list[Tensor], me: int) -> Tensor:
+def weights_home(
+    spec: ExpertParallelSpec, batch: Batch, received: list[Rows], carried: list[Tensor], me: int
+) -> Tensor:
     idx = batch.topk_idx[me]
     local = spec.num_experts // len(batch.x)
     out = torch.zeros(idx.shape, device=idx.device)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import secrets
@@ -59,10 +60,8 @@ class Pair:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         for process in self._processes:
             process.join(5)
             if process.is_alive():

@@ -30,7 +30,11 @@ def test_oracle_is_the_reference(dtype, layout, schedule):
     rows = [oracle.dispatch(spec, batch, r) for r in range(2)]
     scales = [numpy(s) for s in batch.scales] if fp8 else None
     wanted, handle = reference.dispatch(
-        spec, [numpy(x) for x in batch.x], [numpy(i) for i in batch.topk_idx], [numpy(w) for w in batch.topk_weights], scales
+        spec,
+        [numpy(x) for x in batch.x],
+        [numpy(i) for i in batch.topk_idx],
+        [numpy(w) for w in batch.topk_weights],
+        scales,
     )
     for mine, theirs in zip(rows, wanted, strict=True):
         for name in ("x", "scales", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets"):

@@ -49,8 +49,9 @@ def test_a_missing_peer_is_named_in_time(pair):
 
 
 def test_size_of_the_window(pair):
-    from hal.config import ExpertParallelSpec
     from hal_cuda.layout import payload_bytes
+
+    from hal.config import ExpertParallelSpec
 
     spec = ExpertParallelSpec(256, 8, 7168, 8192, num_buffers=1)
     assert pair.run("symmetric_bytes", spec)[0] <= 1.05 * payload_bytes(spec, 2)
