@@ -115,6 +115,11 @@ class Engine(Protocol):
 
     The halves: ``*_send`` returns once this rank's rows are on their way and their sources may change; ``*_recv`` waits
     for the peers' rows. ``stream`` is the caller's stream as an integer on devices that have streams, else None.
+
+    An engine that can do both halves in one go (one kernel on a device) may have ``dispatch`` and ``combine`` besides,
+    which take what the halves take (``combine``: x, state, topk_weights, weighted, bias, stream) and give what the second
+    half gives; blocking calls then use them. One that combines faster from memory of its own choice may have
+    ``expert_output`` (state, an array to allocate like, stream), which gives it as a buffer [N, hidden].
     """
 
     buffer_bytes: int

@@ -11,8 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from hal import _validate
-from hal.arrays import Buffer, as_buffer, current_stream, kind_of, to_kind
+from hal.arrays import NUMPY_DTYPES, Buffer, as_buffer, current_stream, kind_of, to_kind
 from hal.errors import ContractError
 
 if TYPE_CHECKING:
@@ -138,6 +140,7 @@ class ExpertParallel:
         self._worker: ThreadPoolExecutor | None = None
         self._tail: Future[Any] | None = None
         self._communicator, self._closed = communicator, False
+        self._shortcut: Any = None
 
     # --- what a user asks --------------------------------------------------------------------------------------
 
@@ -170,9 +173,13 @@ class ExpertParallel:
         On return the inputs may change. Raises ContractError or CapacityError before anything is sent (ids in device
         memory are checked by the device's kernels), PeerTimeout if a peer stays away.
         """
+        if self._tail is None and (quick := self._quick()) is not None:
+            out: Dispatched | None = quick.dispatch(x, topk_idx, topk_weights, scales, handle)
+            if out is not None:
+                return out
         call = self._check_dispatch(x, topk_idx, topk_weights, scales, handle)
         self._await_tail()
-        return self._receive_dispatch(self._send_dispatch(call))
+        return self._dispatch_whole(call)
 
     def combine(
         self, x: Any, handle: Handle, *, weighted: bool = False, topk_weights: Any = None, bias: Any = None
@@ -186,9 +193,27 @@ class ExpertParallel:
         Returns y [tokens, hidden] in the order of the dispatched tokens. With ``topk_weights`` (shape as dispatch gave
         them) these are carried home unchanged: returns ``(y, topk_weights [tokens, top_k])``. Raises as dispatch does.
         """
+        if bias is None and topk_weights is None and self._tail is None and (quick := self._quick()) is not None:
+            y = quick.combine(x, handle, weighted)
+            if y is not None:
+                return y
         call = self._check_combine(x, handle, weighted, topk_weights, bias)
         self._await_tail()
-        return self._receive_combine(self._send_combine(call), call.bias)
+        return self._combine_whole(call)
+
+    def expert_output(self, handle: Handle, like: Any) -> Any:
+        """[N, hidden] of ``combine_dtype`` for the experts to write their rows into, of the kind of ``like``, an array on
+        this device. Given to :meth:`combine` whole it may save a copy, and must then not be written again before the next
+        dispatch. Not cleared."""
+        self._check_open()
+        self._check_handle(handle)
+        kind = kind_of(like)
+        like = self._buffer("like", like)
+        make = getattr(self._engine, "expert_output", None)
+        if make is not None:
+            return to_kind(make(handle._state, like.owner, current_stream(like, kind)), kind)
+        dtype = NUMPY_DTYPES[self.spec.combine_dtype or self.spec.dtype]
+        return to_kind(as_buffer(np.empty((handle._rows, self.spec.hidden), dtype)), kind)
 
     # --- halves: send now, compute something else, receive later -------------------------------------------------
 
@@ -241,14 +266,14 @@ class ExpertParallel:
         Operations of one ExpertParallel run in the order of their calls, the blocking ones included.
         """
         call = self._check_dispatch(x, topk_idx, topk_weights, scales, handle)
-        return self._later(lambda: self._receive_dispatch(self._send_dispatch(call)))
+        return self._later(lambda: self._dispatch_whole(call))
 
     def combine_async(
         self, x: Any, handle: Handle, *, weighted: bool = False, topk_weights: Any = None, bias: Any = None
     ) -> Event[Any]:
         """:meth:`combine` as an event, as :meth:`dispatch_async`."""
         call = self._check_combine(x, handle, weighted, topk_weights, bias)
-        return self._later(lambda: self._receive_combine(self._send_combine(call), call.bias))
+        return self._later(lambda: self._combine_whole(call))
 
     # --- end -----------------------------------------------------------------------------------------------------
 
@@ -257,6 +282,7 @@ class ExpertParallel:
         if self._closed:
             return
         self._closed = True
+        self._shortcut = None
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         self._engine.close()
@@ -382,7 +408,18 @@ class ExpertParallel:
     def _receive_dispatch(self, pending: Pending) -> Dispatched:
         # Used up even if the receive fails: what a peer has sent cannot be awaited twice.
         sent, pending._sent, kind = pending._sent, None, pending._kind
-        got = self._engine.dispatch_recv(sent, pending._stream)
+        return self._dispatched(self._engine.dispatch_recv(sent, pending._stream), kind, pending._tokens)
+
+    def _dispatch_whole(self, call: _Call) -> Dispatched:
+        """Both halves; in one go where the engine can, which on devices saves a launch."""
+        whole = getattr(self._engine, "dispatch", None)
+        if whole is None:
+            return self._receive_dispatch(self._send_dispatch(call))
+        state = call.handle._state if call.handle is not None else None
+        got = whole(call.x, call.topk_idx, call.topk_weights, call.scales, state, call.stream)
+        return self._dispatched(got, call.kind, call.tokens)
+
+    def _dispatched(self, got: Received, kind: str, tokens: int) -> Dispatched:
         return Dispatched(
             to_kind(got.x, kind),
             None if got.scales is None else to_kind(got.scales, kind),
@@ -390,7 +427,7 @@ class ExpertParallel:
             to_kind(got.topk_weights, kind),
             to_kind(got.tokens_per_expert, kind),
             None if got.expert_offsets is None else to_kind(got.expert_offsets, kind),
-            Handle(self, got.state, pending._tokens, got),
+            Handle(self, got.state, tokens, got),
         )
 
     def _send_combine(self, call: _Call) -> Pending:
@@ -401,9 +438,31 @@ class ExpertParallel:
     def _receive_combine(self, pending: Pending, bias: Sequence[Buffer]) -> Any:
         sent, pending._sent, kind = pending._sent, None, pending._kind
         y, topk_weights = self._engine.combine_recv(sent, bias, pending._stream)
+        return self._combined(y, topk_weights, kind)
+
+    def _combine_whole(self, call: _Call) -> Any:
+        whole = getattr(self._engine, "combine", None)
+        if whole is None:
+            return self._receive_combine(self._send_combine(call), call.bias)
+        assert call.handle is not None
+        state = call.handle._state
+        y, topk_weights = whole(call.x, state, call.topk_weights, call.weighted, call.bias, call.stream)
+        return self._combined(y, topk_weights, call.kind)
+
+    @staticmethod
+    def _combined(y: Buffer, topk_weights: Buffer | None, kind: str) -> Any:
         if topk_weights is None:
             return to_kind(y, kind)
         return to_kind(y, kind), to_kind(topk_weights, kind)
+
+    def _quick(self) -> Any:
+        """The engine's short way for its framework's arrays, if it has one; it returns None for what it does not do."""
+        if self._closed or (self._communicator is not None and self._communicator.closed):
+            return None
+        if self._shortcut is None:
+            make = getattr(self._engine, "quick", None)
+            self._shortcut = make(self) if make is not None else None
+        return self._shortcut
 
     # --- one operation at a time ---------------------------------------------------------------------------------
 

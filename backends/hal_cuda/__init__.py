@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA GPUs through NCCL's device API."""
+"""The CUDA backend: NCCL's symmetric windows over NVLink, with native dispatch and combine kernels (docs/cuda.md)."""
 
-from hal.backend import BackendSpec
-from hal_cuda.probe import _load, _probe
+from __future__ import annotations
 
-SPEC = BackendSpec(
-    name="cuda", probe=_probe, load=_load, default_transport="nccl", description="NVIDIA GPUs, NCCL's device API"
-)
+from hal.backend import Backend, BackendSpec
+from hal_cuda.probe import probe
+
+
+def _load() -> Backend:
+    from hal_cuda.backend import CudaBackend
+
+    return CudaBackend()
+
+
+SPEC = BackendSpec("cuda", probe, _load, "lsa", "NVIDIA GPUs of one NVLink domain, through NCCL's device API")

@@ -1,54 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether CUDA can be used here, told from files and package metadata: no driver is loaded."""
+"""Whether the CUDA backend can be used here, from the file system alone: no driver and no library is loaded."""
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import PackageNotFoundError, version
+import os
 from pathlib import Path
 
-from hal.backend import Backend, Probe
-from hal.errors import BackendUnavailable
+from hal.backend import Probe
+from hal_cuda import build, nccl
 
-_NCCL_NEEDED = (2, 30, 7)
-_LIBRARY = "libhal_cuda.so"
-
-
-def _probe() -> Probe:
-    missing = [item for item in (_device(), _nccl(), _kernels()) if item is not None]
-    if missing:
-        return Probe(False, "; ".join(reason for reason, _ in missing), "; ".join(fix for _, fix in missing))
-    return Probe(True)
+_WHEEL_FIX = (
+    "pip install 'moe-hal[cuda13]' (or [cuda12]); if torch pins an older one, "
+    "pip install --no-deps 'nvidia-nccl-cu13>=2.30.7'"
+)
 
 
-def _device() -> tuple[str, str] | None:
-    if any(re.fullmatch(r"nvidia\d+", path.name) for path in Path("/dev").glob("nvidia*")):
-        return None
-    return "no NVIDIA GPU (/dev/nvidia0 is missing)", "run on a machine with an NVIDIA GPU and its driver"
+def gpus() -> int:
+    """GPUs that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if visible is None:
+        return present
+    named = [name for name in visible.split(",") if name.strip() and name.strip() != "-1"]
+    return min(present, len(named))
 
 
-def _nccl() -> tuple[str, str] | None:
-    needed = ".".join(map(str, _NCCL_NEEDED))
-    fix = "pip install 'moe-hal[cuda13]' (or [cuda12])"
-    found = []
-    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            found.append((name, version(name)))
-        except PackageNotFoundError:
-            continue
+def probe() -> Probe:
+    """Usable or not, why, and how to mend it."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", "use backend=host here")
+    if gpus() == 0:
+        return Probe(False, "CUDA_VISIBLE_DEVICES hides every GPU", "unset it, or name some")
+    found = nccl.installed()
     if not found:
-        return f"NCCL {needed} or newer is not installed", fix
-    if all(tuple(map(int, re.findall(r"\d+", text)[:3])) < _NCCL_NEEDED for _, text in found):
-        return f"NCCL is {', '.join(f'{name} {text}' for name, text in found)}; {needed} or newer is needed", fix
-    return None
-
-
-def _kernels() -> tuple[str, str] | None:
-    if (Path(__file__).parent / _LIBRARY).is_file():
-        return None
-    return "this installation has no CUDA kernels", "install HAL where nvcc is on PATH, so that they are built"
-
-
-def _load() -> Backend:
-    probe = _probe()
-    raise BackendUnavailable("cuda", probe.reason, probe.fix)
+        return Probe(False, "NCCL is not installed", _WHEEL_FIX)
+    use = found[0]
+    if use.version < nccl.MINIMUM:
+        needed = ".".join(map(str, nccl.MINIMUM))
+        return Probe(
+            False, f"NCCL {use.text} ({use.origin}) is older than {needed}, whose device API is used", _WHEEL_FIX
+        )
+    if build.ready(use) is None:
+        why = build.why_not(use)
+        if why:
+            return Probe(
+                False, f"no kernels compiled for NCCL {use.text}, and they cannot be compiled: {why[0]}", why[1]
+            )
+    return Probe(True)

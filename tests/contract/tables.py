@@ -26,7 +26,12 @@ class Entry:
         )
 
 
-UNSUPPORTED: list[Entry] = []
+_UDMA = "completion protocols of UDMA queues: NVLink stores have neither queue pairs nor completion entries"
+
+UNSUPPORTED: list[Entry] = [
+    Entry("cuda/*", _UDMA, where={"completion": completion})
+    for completion in ("strong_signal_no_cqe", "strong_last", "flag_in_block")
+]
 """Settings that the target refuses with a ContractError; test_refused.py checks that it does."""
 
 EXPECTED_FAILURE: list[Entry] = []

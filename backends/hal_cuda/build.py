@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel library: the one in the wheel if it fits, else compiled once and kept in a cache.
+
+Nothing about a workload goes into the key, so no token count, expert count, top-k or number of multiprocessors ever
+compiles anything. ``python -m hal_cuda.build`` compiles ahead of time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hal.errors import BackendUnavailable
+from hal_cuda.nccl import Nccl, installed
+
+CACHE = "HAL_CACHE"
+ARCHITECTURES = "HAL_CUDA_ARCH"
+"""Compute capabilities to compile for, as in ``9.0,10.0``; default: those of the GPUs here, or 9.0."""
+FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", "-Werror", "all-warnings")
+_LIBRARY = "libhal_cuda.so"
+
+
+def sources() -> Path | None:
+    """The folder of the CUDA sources: in the package when installed from a wheel, beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "kernels", here.parent.parent / "kernels_cuda"):
+        if (folder / "src").is_dir():
+            return folder
+    return None
+
+
+def nvcc() -> str | None:
+    """nvcc's path, or None."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home and (Path(home) / "bin" / "nvcc").exists():
+        return str(Path(home) / "bin" / "nvcc")
+    found = shutil.which("nvcc")
+    return found or (fallback if Path(fallback := "/usr/local/cuda/bin/nvcc").exists() else None)
+
+
+def ready(nccl: Nccl) -> Path | None:
+    """A compiled library for this NCCL: the wheel's, or the cache's."""
+    shipped = f"libhal_cuda-nccl{nccl.code}.so"
+    for folder in (Path(__file__).resolve().parent, Path(sysconfig.get_path("platlib")) / "hal_cuda"):
+        if (folder / "lib" / shipped).exists():
+            return folder / "lib" / shipped
+    if why_not(nccl) is not None:
+        return None
+    cached = _folder(nccl) / _LIBRARY
+    return cached if cached.exists() else None
+
+
+def why_not(nccl: Nccl) -> tuple[str, str] | None:
+    """What keeps the kernels from being compiled, and the fix; None if nothing does."""
+    if sources() is None:
+        return "the CUDA sources are not in this installation", "install moe-hal again"
+    if nvcc() is None:
+        return "nvcc is not on the PATH", "install the CUDA toolkit, or set CUDA_HOME"
+    if nccl.include is None:
+        return f"{nccl.library} has no nccl.h beside it", "install NCCL from its wheel, or set HAL_NCCL_HOME"
+    return None
+
+
+def library(nccl: Nccl) -> Path:
+    """The library to load; compiles it (about half a minute) when neither the wheel nor the cache has it."""
+    found = ready(nccl)
+    if found is not None:
+        return found
+    problem = why_not(nccl)
+    if problem is not None:
+        raise BackendUnavailable("cuda", *problem)
+    folder = _folder(nccl)
+    with _lock(folder.with_suffix(".lock")):
+        if not (folder / _LIBRARY).exists():  # another process may have been first
+            _compile_into(folder, nccl)
+    return folder / _LIBRARY
+
+
+def command(output: Path, include: Path, architectures: Sequence[str]) -> list[str]:
+    """The whole compilation as one command."""
+    folder, compiler = sources(), nvcc()
+    assert folder is not None
+    assert compiler is not None
+    names = [arch.replace(".", "") for arch in architectures]
+    targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+    targets.append(f"-gencode=arch=compute_{names[0]},code=compute_{names[0]}")  # newer GPUs translate this one
+    files = [str(path) for path in sorted((folder / "src").glob("*.cu"))]
+    places = ["-I", str(folder / "include"), "-isystem", str(include)]
+    return [
+        compiler,
+        *FLAGS,
+        *targets,
+        *places,
+        "-shared",
+        "-cudart",
+        "static",
+        "-t",
+        "0",
+        "-o",
+        str(output),
+        *files,
+        "-ldl",
+    ]
+
+
+def architectures() -> list[str]:
+    """What to compile for."""
+    wanted = os.environ.get(ARCHITECTURES)
+    if wanted:
+        return [name.strip() for name in wanted.split(",")]
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        answer = []
+    return sorted(set(answer)) or ["9.0"]
+
+
+def _compile_into(folder: Path, nccl: Nccl) -> None:
+    assert nccl.include is not None
+    draft = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    try:
+        told = subprocess.run(
+            command(draft / _LIBRARY, nccl.include, architectures()), capture_output=True, text=True, check=False
+        )
+        if told.returncode != 0:
+            raise BackendUnavailable("cuda", f"nvcc failed: {(told.stderr or told.stdout)[-2000:]}", "see the message")
+        os.rename(draft, folder)  # whoever finds the folder finds a whole library
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _folder(nccl: Nccl) -> Path:
+    base = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    root = Path(base) / "hal" / "cuda"
+    root.mkdir(parents=True, exist_ok=True)
+    return root / _key(nccl)
+
+
+def _key(nccl: Nccl) -> str:
+    """Everything that the library depends on."""
+    digest = hashlib.sha256()
+    folder = sources()
+    assert folder is not None
+    for path in sorted([*folder.glob("src/*"), *folder.glob("include/*")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    compiler = os.stat(nvcc() or "")
+    facts = (nccl.code, str(nccl.include), compiler.st_size, compiler.st_mtime_ns, architectures(), FLAGS)
+    digest.update(repr(facts).encode())
+    return f"nccl{nccl.code}-{digest.hexdigest()[:20]}"
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    """Compile for the NCCL found here, and say where the library is."""
+    found = installed()
+    if not found:
+        print("NCCL is not installed", file=sys.stderr)
+        return 1
+    print(library(found[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels report in pinned memory, as HAL's errors."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_uint64, c_void_p
+from typing import Any
+
+from hal.errors import ContractError, PeerTimeout
+from hal_cuda import native
+
+
+class Faults:
+    """One record that the device writes and the host reads without asking the device."""
+
+    def __init__(self, library: native.Library, device: int) -> None:
+        self._library = library
+        host, address = c_void_p(), c_uint64()
+        size = ctypes.sizeof(native.Error)
+        library.host_alloc(device, size, byref(host), byref(address))
+        ctypes.memset(host, 0, size)
+        self.host, self.address = host.value or 0, int(address.value)
+        self.record: Any = native.Error.from_address(self.host)
+
+    def check(self, timeout: float, *, top_k: int = 0) -> None:
+        """Raise what was reported since the last look. After a PeerTimeout the record stays: nothing goes on."""
+        kind = self.record.kind
+        if kind == 0:
+            return
+        record = self.record
+        if kind == native.TIMEOUT:
+            stamped = record.stage in native.STAMPED_STAGES
+            raise PeerTimeout(
+                record.rank,
+                native.STAGES[record.stage],
+                queue=record.queue,
+                expected=record.expected >> 32 if stamped else record.expected,
+                seen=record.seen >> 32 if stamped else record.seen,
+                seconds=timeout,
+                reason="it failed and said so" if record.detail == 1 else "no answer",
+            )
+        copy = native.Error.from_buffer_copy(record)
+        ctypes.memset(self.host, 0, ctypes.sizeof(native.Error))
+        raise _refusal(copy)
+
+    def close(self) -> None:
+        if self.host:
+            self._library.raw_host_free(self.host)
+            self.host = 0
+
+
+def _refusal(record: Any) -> ContractError:
+    if record.kind == native.MIXED_HANDLES:
+        return ContractError(
+            f"rank {record.rank} reuses a handle in this dispatch where this rank does not, or the reverse: either all "
+            "ranks pass a handle or none does; nothing was sent"
+        )
+    if record.token < 0:
+        return ContractError(
+            f"rank {record.rank} gave ids that break the contract, so this dispatch moved nothing; its own error names them"
+        )
+    if record.detail == native.BAD_DUPLICATE:
+        return ContractError(
+            f"token {record.token} names expert {record.expert} twice: merge them and add their weights, or set one to -1"
+        )
+    return ContractError(
+        f"token {record.token} names expert {record.expert}, but expert ids are 0 … {record.expected - 1}, or -1 for no "
+        "expert: these are global ids, so check the router, or num_experts"
+    )

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel library's C interface (kernels_cuda/include/hal_cuda.h) for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import POINTER, byref, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+from hal.errors import BackendUnavailable, HalError
+from hal_cuda import build, nccl
+
+ABI = 1
+SEND, RECV = 1, 2
+PUT, SIGNAL, WAIT, QUIET = range(4)
+MAX_OPS = 48
+TIMEOUT, BAD_INPUT, MIXED_HANDLES = 1, 2, 3
+BAD_ID, BAD_DUPLICATE = 1, 2
+STAGES = (
+    "none",
+    "dispatch: rows of the round before",
+    "dispatch: header",
+    "this GPU's own blocks",
+    "dispatch: rows",
+    "combine: ready",
+    "combine: rows",
+    "combine: rows read",
+    "wait",
+    "barrier",
+)
+STAMPED_STAGES = (2, 3, 5)
+"""Stages whose words carry the round in their upper half."""
+STAGE_WAIT, STAGE_BARRIER = 8, 9
+
+
+def _structure(name: str, *fields: tuple[Any, str]) -> Any:
+    pairs = [(field, kind) for kind, fields_of in fields for field in fields_of.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": pairs})
+
+
+Error: Any = _structure(
+    "Error",
+    (c_uint32, "claimed"),
+    (c_int32, "kind rank stage queue detail token expert"),
+    (c_uint64, "expected seen"),
+)
+Ep: Any = _structure(
+    "Ep",
+    (c_int32, "device unused"),
+    (c_uint64, "peers peer_stride state scratch error abort timeout_ns"),
+    (c_uint64, "off_header off_arrive off_dispatch_flags off_ready off_done off_combine_flags"),
+    (
+        c_uint64,
+        "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own",
+    ),
+    (c_int32, "world rank experts local_experts topk max_tokens scale_dim"),
+    (c_int32, "row_bytes combine_row_bytes combine_type"),
+    (c_int32, "expert_layout fixed_slots alignment slots slot_rows"),
+    (c_uint32, "owner_inverse"),
+    (c_int32, "keep_source"),
+)
+DispatchArgs: Any = _structure(
+    "DispatchArgs",
+    (c_uint64, "x topk_idx topk_weights scales"),
+    (c_uint64, "pos idx weights source counts expert_counts expert_offsets host_word"),
+    (c_uint32, "sequence"),
+    (c_int32, "tokens idx_is_64 cached slot phases pad_to_rows blocks threads"),
+)
+CombineArgs: Any = _structure(
+    "CombineArgs",
+    (c_uint64, "x out bias0 bias1 row_weights out_weights pos idx weights source counts"),
+    (c_int64, "window_offset"),
+    (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks"),
+)
+Window: Any = _structure("Window", (c_uint64, "ptr bytes peers peer_stride handle"))
+Op: Any = _structure("Op", (c_int32, "kind peer order signal_op stage queue"), (c_uint64, "address source bytes value"))
+
+
+class Properties(ctypes.Structure):
+    """What NCCL and the driver say of a communicator and its GPU."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in ["world", "rank", "lsa_size", "lsa_rank", "gin_type", "device", "nccl_version", "sms"]
+        ),
+        ("gpu", c_char * 64),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "load_nccl": (c_char_p, POINTER(c_int)),
+    "unique_id": (c_void_p,),
+    "comm_create": (c_void_p, c_int, c_int, c_int, POINTER(c_void_p)),
+    "comm_adopt": (c_void_p, c_int, POINTER(c_void_p)),
+    "comm_properties": (c_void_p, c_void_p),
+    "comm_destroy": (c_void_p, c_int),
+    "window_create": (c_void_p, c_uint64, c_void_p),
+    "window_destroy": (c_void_p, c_void_p),
+    "dispatch": (c_void_p, c_void_p, c_uint64),
+    "combine": (c_void_p, c_void_p, c_uint64),
+    "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
+    "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
+    "device_count": (POINTER(c_int),),
+    "malloc": (c_int, c_uint64, c_uint64, POINTER(c_uint64)),
+    "free": (c_int, c_uint64, c_uint64),
+    "host_alloc": (c_int, c_uint64, POINTER(c_void_p), POINTER(c_uint64)),
+    "host_free": (c_void_p,),
+    "memset": (c_int, c_uint64, c_int, c_uint64, c_uint64),
+    "copy": (c_int, c_uint64, c_uint64, c_uint64, c_uint64),
+    "stream_create": (c_int, POINTER(c_uint64)),
+    "stream_destroy": (c_int, c_uint64),
+    "stream_sync": (c_int, c_uint64),
+    "stream_capturing": (c_int, c_uint64, POINTER(c_int)),
+    "stream_order": (c_int, c_uint64, c_uint64),
+}
+
+
+class Library:
+    """The loaded library; every function raises HalError with its reason. ctypes releases the GIL during each call."""
+
+    def __init__(self, path: str) -> None:
+        self._cdll = ctypes.CDLL(path)
+        self._cdll.hal_cuda_last_error.restype = c_char_p
+        if self._cdll.hal_cuda_abi() != ABI:
+            raise BackendUnavailable(
+                "cuda", f"{path} has ABI {self._cdll.hal_cuda_abi()}, not {ABI}", "install moe-hal again"
+            )
+        leases, dlpack = self._cdll.hal_cuda_leases, self._cdll.hal_cuda_dlpack
+        leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
+        dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p
+        self.leases, self.dlpack = leases, dlpack
+        self.state_bytes = int(self._cdll.hal_cuda_state_bytes())
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._cdll, f"hal_cuda_{name}")
+            function.argtypes, function.restype = arguments, c_int
+            setattr(self, f"raw_{name}", function)
+
+    def __getattr__(self, name: str) -> Any:
+        raw = self.__dict__.get(f"raw_{name}")
+        if raw is None:
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> None:
+            if raw(*arguments) != 0:
+                raise HalError(f"cuda: {self.reason()}")
+
+        self.__dict__[name] = call
+        return call
+
+    def reason(self) -> str:
+        """Why the last call of this thread failed."""
+        return str(self._cdll.hal_cuda_last_error().decode(errors="replace"))
+
+    def value(self, name: str, kind: Any, *arguments: Any) -> Any:
+        """A function whose last argument is where its result goes."""
+        out = kind()
+        getattr(self, name)(*arguments, byref(out))
+        return out.value
+
+
+_lock = threading.Lock()
+_loaded: Library | None = None
+
+
+def load() -> Library:
+    """The library for the NCCL found here, with that NCCL opened; once in a process."""
+    global _loaded  # noqa: PLW0603 (one library for each process)
+    with _lock:
+        if _loaded is None:
+            found = nccl.installed()
+            if not found:
+                raise BackendUnavailable("cuda", "NCCL is not installed", "pip install 'moe-hal[cuda13]'")
+            library = Library(str(build.library(found[0])))
+            version = c_int()
+            if library.raw_load_nccl(str(found[0].library).encode(), byref(version)) != 0:
+                raise BackendUnavailable("cuda", library.reason(), "install NCCL 2.30.7 or newer")
+            _loaded = library
+        return _loaded

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many multiprocessors a kernel gets: a bandwidth model, and the measured settings that override it.
+
+The model is that of docs/performance_cuda.md, section "Model": the link bounds the time, and enough multiprocessors are
+taken that their loads and stores keep up with it. ``Rates`` are measured; the shapes follow from the routing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hal.config import ExpertParallelSpec
+
+
+@dataclass(frozen=True)
+class Rates:
+    """GB/s. Defaults: H200, both directions of NVLink busy (docs/performance_cuda.md)."""
+
+    link: float = 370.0
+    """Of one direction, by 16-byte stores."""
+    link_read: float = 337.0
+    """The same by loads."""
+    sm_store: float = 52.0
+    """Of one multiprocessor, local and remote together."""
+    sm_load: float = 90.0
+    """Of one multiprocessor from local memory."""
+    sm_load_remote: float = 50.0
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Blocks (one a multiprocessor) and threads of each kernel. Ranks may differ."""
+
+    dispatch_blocks: int
+    combine_blocks: int
+    push_blocks: int
+    """Of combine_blocks, those that push before they sum."""
+    small_threads: int = 256
+    threads: int = 512
+
+
+def fraction_sent(top_k: int, ranks: int) -> float:
+    """Probability that a token goes to one given rank, for uniform routing."""
+    return 1.0 - (1.0 - 1.0 / ranks) ** top_k
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one operation on one rank."""
+
+    link_bytes: float
+    store_bytes: float
+    load_bytes: float
+    link_seconds: float
+    blocks_for_link: int
+    """Fewest multiprocessors whose loads and stores keep up with the link."""
+
+    def seconds(self, blocks: int, rates: Rates) -> float:
+        """With ``blocks`` multiprocessors."""
+        store = self.store_bytes / (blocks * rates.sm_store * 1e9)
+        load = self.load_bytes / (blocks * rates.sm_load * 1e9)
+        return max(self.link_seconds, store, load)
+
+
+def dispatch_estimate(spec: ExpertParallelSpec, ranks: int, tokens: int, row_bytes: int, rates: Rates) -> Estimate:
+    """Each token's row crosses once to every other rank that has one of its experts; stores count local copies too."""
+    sent = fraction_sent(spec.top_k, ranks)
+    link = tokens * row_bytes * sent * (ranks - 1)
+    local = tokens * row_bytes * sent
+    if spec.layout == "expert":
+        copies = spec.top_k * tokens * row_bytes  # every (token, expert) row is stored once, by one side or the other
+        stores, loads = link + copies, 2 * tokens * row_bytes + link
+    else:
+        stores, loads = link + local, tokens * row_bytes
+    return _estimate(link, stores, loads, rates.link, rates)
+
+
+def combine_estimate(
+    spec: ExpertParallelSpec, ranks: int, tokens: int, row_bytes: int, push: bool, rates: Rates
+) -> Estimate:
+    """One row for each token and other rank crosses; the home then reads one row for each rank and writes one."""
+    sent = fraction_sent(spec.top_k, ranks)
+    link = tokens * row_bytes * sent * (ranks - 1)
+    own = tokens * row_bytes * sent
+    if spec.layout == "expert":
+        own *= spec.top_k / ranks / sent
+    if not push:
+        return _estimate(link, tokens * row_bytes, own, rates.link_read, rates)
+    reads = link * (spec.top_k / ranks / sent if spec.layout == "expert" else 1.0)
+    return _estimate(link, link + tokens * row_bytes, reads + link + own, rates.link, rates)
+
+
+def _estimate(link: float, stores: float, loads: float, rate: float, rates: Rates) -> Estimate:
+    seconds = link / (rate * 1e9)
+    needed = max(stores / rates.sm_store, loads / rates.sm_load) / 1e9
+    blocks = math.ceil(needed / seconds) if seconds > 0 else 1
+    return Estimate(link, stores, loads, seconds, blocks)
+
+
+def tuning(spec: ExpertParallelSpec, ranks: int, push: bool, sms: int) -> Tuning:
+    """Measured on 2 x H200; never more blocks than multiprocessors, since blocks wait for one another."""
+    by_expert = spec.layout == "expert"
+    return Tuning(
+        dispatch_blocks=min(132 if by_expert else 20, sms),
+        combine_blocks=min((132 if by_expert else 48) if push else 64, sms),
+        push_blocks=min(64 if by_expert else 20, sms),
+    )

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dispatch in one kernel: route, exchange counts and receive slots, store every row straight into its final place at the
+// target, signal, and (receive half) wait for the peers' rows. docs/cuda.md has the protocol and the order of its words.
+#include <algorithm>
+
+#include "dispatch_expert.cuh"
+#include "dispatch_rank.cuh"
+#include "launch.cuh"
+
+namespace hal::cuda {
+namespace {
+
+__device__ void clear_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const RowCut& cut, std::size_t row,
+                          bool expert) {
+    char* slot = slot_at(ep, ep.rank, a.slot);
+    Piece nothing;
+    nothing.clear();
+    for (int p = 0; p < cut.pieces; ++p) {
+        nothing.span(cut, p);
+        nothing.store(slot + row * ep.row_bytes);
+    }
+    const int words = expert ? 1 : ep.topk;
+    for (int i = lane_id(); i < words; i += 32) {
+        reinterpret_cast<std::int32_t*>(slot + ep.slot_idx)[row * words + i] = -1;
+        reinterpret_cast<float*>(slot + ep.slot_weights)[row * words + i] = 0.0f;
+    }
+    for (int i = lane_id(); i < ep.scale_dim; i += 32)
+        reinterpret_cast<float*>(slot + ep.slot_scales)[row * ep.scale_dim + i] = 0.0f;
+}
+
+__device__ void signal_peers(const hal_cuda_ep& ep) {
+    __syncthreads();  // orders the whole block's stores before the one release for each peer
+    for (int peer = threadIdx.x; peer < ep.world; peer += blockDim.x)
+        if (peer != ep.rank) add_release(arrival_at(ep, peer, ep.rank), share_of_round());
+}
+
+// Rows that nobody writes become padding. Runs are measured before the peers are signalled, since they may then send the
+// next round's headers; they are cleared after, since nobody waits for that.
+template <bool kExpert>
+struct Clearing {
+    Padding padding;
+    int segments, units;
+    unsigned first;
+
+    __device__ Clearing(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, unsigned rows,
+                        bool moved)
+        : padding{ep, a, plan, kExpert, rows}, segments(padding.segments()), units(0), first(rows) {
+        if (!moved) return;
+        if (segments == 1) {
+            units = static_cast<int>(padding.length(0));
+            return;
+        }
+        __syncthreads();  // the scratch words are free from here on
+        if (warp_id() == 0) warp_prefix(plan.pads, segments, [&](int s) { return padding.length(s); });
+        for (int s = threadIdx.x; s < segments; s += blockDim.x) plan.scratch[s] = padding.first(s);
+        __syncthreads();
+        units = static_cast<int>(plan.pads[segments]);
+    }
+    __device__ std::size_t row(const Plan& plan, int unit) const {
+        if (segments == 1) return first + unit;
+        const int s = segment_of(plan.pads, segments, unit);
+        return plan.scratch[s] + unit - plan.pads[s];
+    }
+};
+
+template <bool kExpert>
+__device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, const Launch& launch) {
+    __shared__ hal_cuda_error bad;
+    const std::uint64_t epoch = launch.finished + 1;
+    if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
+    for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
+    __syncthreads();
+    // Has come back before the header goes out: building the directory ends with a block barrier.
+    if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) await_previous_round(ep, launch.finished);
+    bool alive = build_directory<kExpert>(ep, a, plan, launch, &bad);
+    if (blockIdx.x == 0 && alive) {
+        if (threadIdx.x == 0 && bad.claimed != 0 && scans_alone(a)) refuse(ep, bad, launch.counters());
+        send_header<kExpert>(ep, a, plan, epoch, bad.detail != 0);
+    }
+    if (kExpert && !a.cached && alive) alive = number_and_send(ep, a, plan, launch, epoch);
+    bool moved = false;
+    unsigned rows = 0;
+    auto headers = [&] {
+        moved = receive_headers<kExpert>(ep, a, plan, epoch);
+        if (moved) place_groups<kExpert>(ep, a, plan);
+        rows = rows_here<kExpert>(ep, a, plan, moved);
+        return moved;
+    };
+    const RowCut cut(ep.row_bytes);
+    const int warps = gridDim.x * warps_in_block(), warp = warp_id() * gridDim.x + blockIdx.x;
+    if (!alive) return false;
+    if (kExpert) {
+        if (headers()) move_expert_rows(ep, a, plan, launch.counters(), cut, static_cast<std::uint32_t>(epoch));
+    } else {
+        push_rank_rows(ep, a, plan, launch.counters(), headers);
+    }
+    const Clearing<kExpert> clearing(ep, a, plan, rows, moved);
+    if (kExpert && blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);  // may read headers
+    signal_peers(ep);
+    if (!kExpert && blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);
+    for (Tickets t(&launch.counters().tickets[1], warp, warps, clearing.units); t.more(); t.advance())
+        clear_row(ep, a, cut, clearing.row(plan, t.unit()), kExpert);
+    return moved;
+}
+
+template <bool kExpert>
+__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Launch& launch,
+                        std::uint64_t epoch, const std::int32_t* from) {
+    if (kExpert) {
+        receive_expert_rows(ep, a, launch.counters(), from, static_cast<std::uint32_t>(epoch));
+        return;
+    }
+    if (blockIdx.x != 0 && !ep.keep_source) return;
+    // The last warp waits, while thread 0 still keeps counts.
+    for (int peer = lane_id(); warp_id() == warps_in_block() - 1 && peer < ep.world; peer += 32)
+        if (peer != ep.rank)
+            wait_at_least(ep, arrival_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_ROWS, peer);
+    if (!ep.keep_source || a.cached) return;
+    __syncthreads();
+    const auto* source = reinterpret_cast<const std::int32_t*>(slot_at(ep, ep.rank, a.slot) + ep.slot_meta);
+    for (int s = 0, first = 0; s < ep.world; first += from[s], ++s) {
+        const int begin = ep.fixed_slots ? s * ep.max_tokens : first;
+        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < from[s]; i += gridDim.x * blockDim.x)
+            reinterpret_cast<std::int32_t*>(a.source)[begin + i] = __ldcg(source + begin + i);
+    }
+}
+
+template <bool kExpert>
+__global__ void __launch_bounds__(512, 1)
+    dispatch_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_dispatch_args a) {
+    extern __shared__ std::uint32_t memory[];
+    __shared__ std::int32_t from[kMaxRanks];  // rows from each rank
+    const Launch launch(state_of(ep)->dispatch);
+    const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
+    const auto* counts = reinterpret_cast<const std::int32_t*>(a.counts);
+    bool moved = true;
+    std::uint64_t epoch = launch.finished + 1;
+    const Plan plan(memory, ep, sends ? a.tokens : 0, kExpert);
+    // A receive half belongs to the round that its send half noted, which need not be the last.
+    if (sends)
+        moved = send<kExpert>(ep, a, plan, launch);
+    else
+        epoch = launch.finished -
+                (static_cast<std::uint32_t>(launch.finished) - static_cast<std::uint32_t>(counts[ep.world + kEpoch]));
+    // A whole dispatch of layout expert received its rows while it pushed its own.
+    if ((a.phases & HAL_CUDA_RECV) != 0 && !(kExpert && sends)) {
+        for (int s = threadIdx.x; s < ep.world; s += blockDim.x)
+            from[s] = !moved ? 0 : sends ? static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]) : counts[s];
+        __syncthreads();
+        receive<kExpert>(ep, a, launch, epoch, from);
+    }
+    launch.end(sends);
+}
+
+std::size_t shared_words(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a) {
+    const std::size_t tokens = (a.phases & HAL_CUDA_SEND) != 0 ? a.tokens : 0;
+    const std::size_t world = ep.world, experts = ep.experts;
+    const std::size_t each = (experts + a.blocks - 1) / a.blocks;
+    const std::size_t owners = ep.expert_layout ? each * (1 + a.threads / 32) : 0;
+    const std::size_t scratch = std::max(experts + 3, owners);
+    return Directory::words(static_cast<int>(tokens), ep.world) + world * (2 + world) + experts +
+           (ep.expert_layout ? experts + ep.local_experts + 1 : 0) + experts + 3 + scratch;
+}
+
+}  // namespace
+}  // namespace hal::cuda
+
+extern "C" int hal_cuda_dispatch(const hal_cuda_ep* ep, const hal_cuda_dispatch_args* args, std::uint64_t stream) {
+    using namespace hal::cuda;
+    const std::size_t bytes = shared_words(*ep, *args) * 4;
+    const auto kernel = ep->expert_layout ? dispatch_kernel<true> : dispatch_kernel<false>;
+    return launch(kernel, ep->device, args->blocks, args->threads, bytes, stream, "dispatch", *ep, *args);
+}

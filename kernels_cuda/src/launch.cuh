@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches on the right device, and errors as words.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace hal::cuda {
+
+int fail(const std::string& text);
+int check(cudaError_t status, const char* what);
+
+// Makes `device` current, and the caller's device again afterwards.
+class OnDevice {
+  public:
+    explicit OnDevice(int device) {
+        cudaGetDevice(&before_);
+        if (before_ != device) cudaSetDevice(device), changed_ = true;
+    }
+    ~OnDevice() {
+        if (changed_) cudaSetDevice(before_);
+    }
+    OnDevice(const OnDevice&) = delete;
+    OnDevice& operator=(const OnDevice&) = delete;
+
+  private:
+    int before_ = 0;
+    bool changed_ = false;
+};
+
+constexpr std::size_t kSharedLimit =
+    226 * 1024;  // of the 227 KB that a block can have; the kernels' own variables take some
+
+template <class Kernel, class... Args>
+int launch(Kernel kernel, int device, int blocks, int threads, std::size_t shared, std::uint64_t stream,
+           const char* what, const Args&... args) {
+    if (shared > kSharedLimit)
+        return fail(std::string(what) + ": the routing tables need " + std::to_string(shared) +
+                    " bytes of shared memory, a block has " + std::to_string(kSharedLimit) +
+                    "; lower max_tokens, or give the kernel more blocks");
+    const OnDevice here(device);
+    if (shared > 48 * 1024) {
+        const cudaError_t status =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        if (status != cudaSuccess) return check(status, what);
+    }
+    kernel<<<blocks, threads, shared, reinterpret_cast<cudaStream_t>(stream)>>>(args...);
+    return check(cudaGetLastError(), what);
+}
+
+}  // namespace hal::cuda

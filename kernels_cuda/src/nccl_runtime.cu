@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+// Communicators and symmetric windows from NCCL, which is opened at run time: the library must be the very version that
+// the device structures here were compiled for, and a process may hold another one besides (torch brings its own).
+#include <dlfcn.h>
+#include <nccl.h>
+#include <nccl_device.h>
+
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "hal_cuda.h"
+#include "launch.cuh"
+
+namespace hal::cuda {
+namespace {
+
+#define HAL_NCCL_FUNCTIONS(_)                                                                                          \
+    _(ncclGetVersion)                                                                                                  \
+    _(ncclGetErrorString) _(ncclGetLastError) _(ncclGetUniqueId) _(ncclCommInitRankConfig) _(ncclCommDestroy)          \
+        _(ncclCommAbort) _(ncclCommCount) _(ncclCommUserRank) _(ncclMemAlloc) _(ncclMemFree) _(ncclCommWindowRegister) \
+            _(ncclCommWindowDeregister) _(ncclGetLsaDevicePointer) _(ncclCommQueryProperties) _(ncclDevCommCreate)     \
+                _(ncclDevCommDestroy)
+
+struct Nccl {
+    void* library = nullptr;
+#define HAL_DECLARE(name) decltype(&::name) name = nullptr;
+    HAL_NCCL_FUNCTIONS(HAL_DECLARE)
+#undef HAL_DECLARE
+} api;
+
+struct Comm {
+    ncclComm_t comm = nullptr;
+    ncclDevComm device_comm{};
+    int device = 0;
+    bool owned = true, has_device_comm = false;
+};
+
+std::string version_text(int code) {
+    return std::to_string(code / 10000) + "." + std::to_string(code / 100 % 100) + "." + std::to_string(code % 100);
+}
+
+int check(ncclResult_t status, const char* what, ncclComm_t comm = nullptr) {
+    if (status == ncclSuccess) return 0;
+    std::string text = std::string(what) + ": NCCL says " + api.ncclGetErrorString(status);
+    if (const char* more = api.ncclGetLastError(comm)) text += std::string("; ") + more;
+    return fail(text);
+}
+
+// The device's own view of the team and of a window, against the host's: shows that the structures agree.
+__global__ void look(ncclDevComm comm, ncclWindow_t window, std::uint64_t* out) {
+    const ncclTeam lsa = ncclTeamLsa(comm);
+    out[0] = lsa.rank, out[1] = lsa.nRanks;
+    out[2] = reinterpret_cast<std::uint64_t>(ncclGetLsaPointer(window, 0, 0));
+    out[3] = reinterpret_cast<std::uint64_t>(ncclGetLsaPointer(window, 0, lsa.nRanks - 1));
+}
+
+int create_device_comm(Comm& c) {
+    ncclDevCommRequirements needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+    needs.ginContextCount = 0;
+    needs.ginStrongSignalsRequired = false, needs.ginVaSignalsRequired = false;
+    if (check(api.ncclDevCommCreate(c.comm, &needs, &c.device_comm), "ncclDevCommCreate", c.comm) != 0) return -1;
+    c.has_device_comm = true;
+    return 0;
+}
+
+int query(const Comm& c, ncclCommProperties& p) {
+    p = {};
+    p.size = sizeof p, p.magic = NCCL_API_MAGIC, p.version = NCCL_VERSION_CODE;
+    return check(api.ncclCommQueryProperties(c.comm, &p), "ncclCommQueryProperties", c.comm);
+}
+
+int finish(std::unique_ptr<Comm> c, void** out) {
+    const OnDevice here(c->device);
+    ncclCommProperties p;
+    if (query(*c, p) != 0) return -1;
+    if (!p.deviceApiSupport)
+        return fail(
+            "NCCL gives no symmetric memory here (deviceApiSupport is false): it needs peer access between all GPUs "
+            "of a node and cuMem (NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE not 0)");
+    if (create_device_comm(*c) != 0) return -1;
+    *out = c.release();
+    return 0;
+}
+
+int check_view(Comm& c, const hal_cuda_window& window) {
+    std::uint64_t *seen = nullptr, host[4] = {};
+    if (hal::cuda::check(cudaMalloc(&seen, sizeof host), "cudaMalloc") != 0) return -1;
+    look<<<1, 1>>>(c.device_comm, reinterpret_cast<ncclWindow_t>(window.handle), seen);
+    const cudaError_t status = cudaMemcpy(host, seen, sizeof host, cudaMemcpyDeviceToHost);
+    cudaFree(seen);
+    if (hal::cuda::check(status, "reading a window on the device") != 0) return -1;
+    const std::uint64_t last = window.peers + (host[1] - 1) * window.peer_stride;
+    if (host[2] != window.peers || host[3] != last)
+        return fail(
+            "the device sees other window addresses than the host: NCCL's device structures do not match the library");
+    return 0;
+}
+
+}  // namespace
+}  // namespace hal::cuda
+
+using namespace hal::cuda;
+
+extern "C" {
+
+int hal_cuda_compiled_nccl(void) { return NCCL_VERSION_CODE; }
+
+int hal_cuda_load_nccl(const char* path, int* version) {
+    if (api.library != nullptr) return api.ncclGetVersion(version) == ncclSuccess ? 0 : fail("ncclGetVersion failed");
+    // Its own symbols first: another NCCL in the process must not take the calls that this one makes to itself.
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
+    if (library == nullptr) return fail(std::string("cannot open NCCL: ") + dlerror());
+    Nccl found;
+    found.library = library;
+    found.ncclGetVersion = reinterpret_cast<decltype(found.ncclGetVersion)>(dlsym(library, "ncclGetVersion"));
+    if (found.ncclGetVersion == nullptr || found.ncclGetVersion(version) != ncclSuccess) {
+        dlclose(library);
+        return fail(std::string(path) + " is no NCCL");
+    }
+    if (*version != NCCL_VERSION_CODE) {
+        dlclose(library);
+        return fail(std::string(path) + " is NCCL " + version_text(*version) + ", and this library was compiled for " +
+                    version_text(NCCL_VERSION_CODE) +
+                    ", whose device structures differ; install that version, or let hal compile "
+                    "for this one (`hal_cuda.build`)");
+    }
+#define HAL_FIND(name)                                                          \
+    found.name = reinterpret_cast<decltype(found.name)>(dlsym(library, #name)); \
+    if (found.name == nullptr) return fail(std::string(path) + " lacks " #name);
+    HAL_NCCL_FUNCTIONS(HAL_FIND)
+#undef HAL_FIND
+    api = found;
+    return 0;
+}
+
+int hal_cuda_unique_id(void* id128) {
+    return check(api.ncclGetUniqueId(static_cast<ncclUniqueId*>(id128)), "ncclGetUniqueId");
+}
+
+int hal_cuda_comm_create(const void* id128, int world, int rank, int device, void** comm) {
+    const OnDevice here(device);
+    auto c = std::make_unique<Comm>();
+    c->device = device;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclUniqueId id;
+    std::memcpy(&id, id128, sizeof id);
+    if (check(api.ncclCommInitRankConfig(&c->comm, world, id, rank, &config), "ncclCommInitRank") != 0) return -1;
+    return finish(std::move(c), comm);
+}
+
+int hal_cuda_comm_adopt(void* nccl_comm, int device, void** comm) {
+    auto c = std::make_unique<Comm>();
+    c->comm = static_cast<ncclComm_t>(nccl_comm);
+    c->device = device, c->owned = false;
+    return finish(std::move(c), comm);
+}
+
+int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
+    const Comm& c = *static_cast<Comm*>(comm);
+    ncclCommProperties p;
+    if (query(c, p) != 0) return -1;
+    *out = {};
+    out->world = p.nRanks, out->rank = p.rank, out->gin_type = p.ginType, out->device = c.device;
+    out->lsa_size = c.device_comm.lsaSize, out->lsa_rank = c.device_comm.lsaRank;
+    if (check(api.ncclGetVersion(&out->nccl_version), "ncclGetVersion") != 0) return -1;
+    cudaDeviceProp device{};
+    if (hal::cuda::check(cudaGetDeviceProperties(&device, c.device), "cudaGetDeviceProperties") != 0) return -1;
+    out->sms = device.multiProcessorCount;
+    std::snprintf(out->gpu, sizeof out->gpu, "%.63s", device.name);
+    return 0;
+}
+
+int hal_cuda_comm_destroy(void* comm, int abort) {
+    std::unique_ptr<Comm> c(static_cast<Comm*>(comm));
+    const OnDevice here(c->device);
+    int status = 0;
+    if (c->has_device_comm && !abort)
+        status |= check(api.ncclDevCommDestroy(c->comm, &c->device_comm), "ncclDevCommDestroy", c->comm);
+    if (!c->owned) return status;
+    return status | (abort ? check(api.ncclCommAbort(c->comm), "ncclCommAbort")
+                           : check(api.ncclCommDestroy(c->comm), "ncclCommDestroy"));
+}
+
+int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out) {
+    Comm& c = *static_cast<Comm*>(comm);
+    const OnDevice here(c.device);
+    *out = {};
+    void* memory = nullptr;
+    if (check(api.ncclMemAlloc(&memory, bytes), "ncclMemAlloc", c.comm) != 0) return -1;
+    if (hal::cuda::check(cudaMemset(memory, 0, bytes), "cudaMemset") != 0) return -1;
+    if (hal::cuda::check(cudaDeviceSynchronize(), "cudaMemset") != 0) return -1;
+    ncclWindow_t window = nullptr;
+    if (check(api.ncclCommWindowRegister(c.comm, memory, bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
+              "ncclCommWindowRegister", c.comm) != 0)
+        return -1;
+    if (window == nullptr) {
+        api.ncclMemFree(memory);
+        return fail(
+            "NCCL registered the memory but gave no window: symmetric memory is not available here (see "
+            "NCCL_DEBUG=INFO; "
+            "NCCL_WIN_ENABLE and NCCL_CUMEM_ENABLE must not be 0)");
+    }
+    void *first = nullptr, *second = nullptr;
+    if (check(api.ncclGetLsaDevicePointer(window, 0, 0, &first), "ncclGetLsaDevicePointer", c.comm) != 0) return -1;
+    if (c.device_comm.lsaSize > 1 &&
+        check(api.ncclGetLsaDevicePointer(window, 0, 1, &second), "ncclGetLsaDevicePointer", c.comm) != 0)
+        return -1;
+    out->ptr = reinterpret_cast<uint64_t>(memory), out->bytes = bytes, out->handle = reinterpret_cast<uint64_t>(window);
+    out->peers = reinterpret_cast<uint64_t>(first);
+    out->peer_stride = second != nullptr ? reinterpret_cast<uint64_t>(second) - out->peers : 0;
+    return check_view(c, *out);
+}
+
+int hal_cuda_window_destroy(void* comm, hal_cuda_window* window) {
+    Comm& c = *static_cast<Comm*>(comm);
+    const OnDevice here(c.device);
+    const int status = check(api.ncclCommWindowDeregister(c.comm, reinterpret_cast<ncclWindow_t>(window->handle)),
+                             "ncclCommWindowDeregister", c.comm);
+    return status | check(api.ncclMemFree(reinterpret_cast<void*>(window->ptr)), "ncclMemFree", c.comm);
+}
+
+}  // extern "C"

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where rows go. Every block works the routing out for itself in shared memory, from the ids alone: a bitmap for each
+// destination rank with running counts, so that a token's place among the rows for a rank is two loads and a popcount,
+// and no block waits for another. Places among an expert's rows are found by the block that owns the expert.
+#pragma once
+#include "device.cuh"
+
+namespace hal::cuda {
+
+constexpr int kMaxRanks = 64;
+
+__device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
+__device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
+__device__ __forceinline__ int warps_in_block() { return blockDim.x >> 5; }
+__device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1u; }
+
+__device__ __forceinline__ int expert_id(const hal_cuda_dispatch_args& a, int entry) {
+    if (a.cached) return reinterpret_cast<const std::int32_t*>(a.idx)[entry];
+    if (!a.idx_is_64) return __ldg(reinterpret_cast<const std::int32_t*>(a.topk_idx) + entry);
+    const long long id = __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry);
+    return id < -1 || id > 0x7fffffffll ? -2 : static_cast<int>(id);  // -2: no id at all, so out of range
+}
+
+// kCount ids, of the entries that `entry(i)` names (negative = none, which gives -1): all loads are issued together.
+template <int kCount, class Entry>
+__device__ __forceinline__ void expert_ids(const hal_cuda_dispatch_args& a, int (&id)[kCount], Entry entry) {
+    if (a.cached || !a.idx_is_64) {
+        const auto* ids = reinterpret_cast<const std::int32_t*>(a.cached ? a.idx : a.topk_idx);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) id[i] = entry(i) >= 0 ? __ldg(ids + entry(i)) : -1;
+        return;
+    }
+    long long wide[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        wide[i] = entry(i) >= 0 ? __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry(i)) : -1;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) id[i] = wide[i] < -1 || wide[i] > 0x7fffffffll ? -2 : static_cast<int>(wide[i]);
+}
+
+// Inclusive sum over the warp.
+__device__ __forceinline__ unsigned warp_scan(unsigned v) {
+    for (int step = 1; step < 32; step <<= 1) {
+        const unsigned other = __shfl_up_sync(0xffffffffu, v, step);
+        if (lane_id() >= step) v += other;
+    }
+    return v;
+}
+
+// out[i] = sum of value(0 .. i-1) for i in 0 .. n; one whole warp.
+template <class Value>
+__device__ void warp_prefix(unsigned* out, int n, Value value) {
+    unsigned running = 0;
+    for (int start = 0; start < n; start += 32) {
+        const int i = start + lane_id();
+        const unsigned v = i < n ? value(i) : 0u;
+        const unsigned inclusive = warp_scan(v);
+        if (i < n) out[i] = running + inclusive - v;
+        running += __shfl_sync(0xffffffffu, inclusive, 31);
+    }
+    if (lane_id() == 0) out[n] = running;
+}
+
+// Largest i in [0, n) with prefix[i] <= value, for prefix ascending and prefix[0] == 0.
+__device__ __forceinline__ int segment_of(const unsigned* prefix, int n, unsigned value) {
+    int low = 0, high = n - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (prefix[middle] <= value)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+// Which tokens go to which rank. bits and before are [rank][group of 32 tokens], before with one more entry for the
+// total.
+struct Directory {
+    std::uint32_t* bits;
+    unsigned* before;
+    int groups, world;
+
+    __device__ unsigned* prefix(int rank) const { return before + rank * (groups + 1); }
+    __device__ unsigned total(int rank) const { return prefix(rank)[groups]; }
+    __device__ bool has(int token, int rank) const { return bits[rank * groups + (token >> 5)] >> (token & 31) & 1u; }
+    __device__ int place(int token, int rank) const {
+        const unsigned below = (1u << (token & 31)) - 1u;
+        return static_cast<int>(prefix(rank)[token >> 5]) + __popc(bits[rank * groups + (token >> 5)] & below);
+    }
+    // The token that is number `place` of those that go to `rank`.
+    __device__ int token(int rank, unsigned place) const {
+        const int group = segment_of(prefix(rank), groups, place);
+        std::uint32_t left = bits[rank * groups + group];
+        for (unsigned skip = place - prefix(rank)[group]; skip > 0; --skip) left &= left - 1;
+        return group * 32 + __ffs(static_cast<int>(left)) - 1;
+    }
+    // Bits of the groups begin .. end - 1. `mask_of(token)` gives the token's ranks as bits; it is called once for each
+    // token, by whole warps.
+    template <class MaskOf>
+    __device__ void fill(int begin, int end, int tokens, MaskOf mask_of) const {
+        for (int group = begin + warp_id(); group < end; group += warps_in_block()) {
+            const int token = group * 32 + lane_id();
+            const std::uint64_t mask = token < tokens ? mask_of(token) : 0ull;
+            for (int rank = 0; rank < world; ++rank) {
+                const std::uint32_t row = __ballot_sync(0xffffffffu, mask >> rank & 1ull);
+                if (lane_id() == 0) bits[rank * groups + group] = row;
+            }
+        }
+        __syncthreads();
+    }
+    // Running counts, once all bits are there.
+    __device__ void count() const {
+        for (int rank = warp_id(); rank < world; rank += warps_in_block())
+            warp_prefix(prefix(rank), groups,
+                        [&](int g) { return static_cast<unsigned>(__popc(bits[rank * groups + g])); });
+        __syncthreads();
+    }
+    __host__ __device__ static std::size_t words(int tokens, int world) {
+        const int groups = (tokens + 31) / 32;
+        return static_cast<std::size_t>(world) * (2 * groups + 1);
+    }
+};
+
+// id / local_experts without a division: exact while experts * local_experts < 2^32.
+struct Owner {
+    unsigned inverse;
+    __device__ explicit Owner(const hal_cuda_ep& ep) : inverse(ep.owner_inverse) {}
+    __device__ int of(int id, const hal_cuda_ep& ep) const {
+        return ep.local_experts == 1 ? id : static_cast<int>(__umulhi(static_cast<unsigned>(id), inverse));
+    }
+};
+
+// The ranks of one token from its ids, eight of which are loaded at a time; with kCheck also counts experts and looks for
+// ids that break the contract.
+template <bool kCheck>
+__device__ std::uint64_t ranks_of(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Owner owner, int token,
+                                  unsigned* histogram, hal_cuda_error* bad) {
+    std::uint64_t mask = 0;
+    auto refuse = [&](int detail, int id) { bad->detail = detail, bad->token = token, bad->expert = id; };
+    for (int start = 0; start < ep.topk; start += 8) {
+        int id[8];
+        expert_ids(a, id, [&](int j) { return start + j < ep.topk ? token * ep.topk + start + j : -1; });
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const bool good = static_cast<unsigned>(id[j]) < static_cast<unsigned>(ep.experts);
+            if (kCheck && !good && id[j] != -1) refuse(HAL_CUDA_BAD_ID, id[j]);
+            if (!good) continue;
+            mask |= 1ull << owner.of(id[j], ep);
+            if (!kCheck) continue;
+            atomicAdd(&histogram[id[j]], 1u);
+#pragma unroll
+            for (int other = 0; other < j; ++other)
+                if (id[other] == id[j]) refuse(HAL_CUDA_BAD_DUPLICATE, id[j]);
+            for (int other = 0; other < start; ++other)
+                if (expert_id(a, token * ep.topk + other) == id[j]) refuse(HAL_CUDA_BAD_DUPLICATE, id[j]);
+        }
+    }
+    return mask;
+}
+
+// The experts [first, first + count) belong to this block, which numbers each one's entries in token order.
+struct OwnedExperts {
+    int first, count;
+    __device__ explicit OwnedExperts(const hal_cuda_ep& ep) {
+        const int each = (ep.experts + gridDim.x - 1) / gridDim.x;
+        first = min(each * static_cast<int>(blockIdx.x), ep.experts);
+        count = min(each, ep.experts - first);
+    }
+};
+
+constexpr int kBatch = 8;  // ids in flight for each lane
+
+// place[entry] = number of earlier tokens with the same expert, for this block's experts; totals[own] their counts.
+// `histogram` is [warps][owned]: each warp counts a run of consecutive entries, so the order of tokens is kept.
+__device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, OwnedExperts own,
+                                      unsigned* histogram, unsigned* totals, std::int32_t* place) {
+    const int entries = a.tokens * ep.topk;
+    const int run = ((entries + warps_in_block() - 1) / warps_in_block() + 31) / 32 * 32;
+    const int begin = warp_id() * run, end = min(begin + run, entries);
+    for (int i = threadIdx.x; i < own.count * warps_in_block(); i += blockDim.x) histogram[i] = 0;
+    __syncthreads();
+    unsigned* mine = histogram + warp_id() * own.count;
+    int id[kBatch];
+    auto load = [&](int start) {
+        expert_ids(a, id, [&](int i) { return start + i * 32 + lane_id() < end ? start + i * 32 + lane_id() : -1; });
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) id[i] = id[i] < 0 ? -1 : id[i] - own.first;
+    };
+    for (int start = begin; start < end; start += 32 * kBatch) {
+        load(start);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (id[i] >= 0 && id[i] < own.count) atomicAdd(&mine[id[i]], 1u);
+    }
+    __syncthreads();
+    for (int o = threadIdx.x; o < own.count; o += blockDim.x) {
+        unsigned running = 0;
+        for (int w = 0; w < warps_in_block(); ++w) {
+            const unsigned n = histogram[w * own.count + o];
+            histogram[w * own.count + o] = running;
+            running += n;
+        }
+        totals[o] = running;
+    }
+    __syncthreads();
+    for (int start = begin; start < end; start += 32 * kBatch) {
+        load(start);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const bool owned = id[i] >= 0 && id[i] < own.count;
+            const unsigned active = __ballot_sync(0xffffffffu, owned);
+            if (owned) {
+                const unsigned same = __match_any_sync(active, id[i]);
+                const unsigned base = mine[id[i]];
+                place[start + i * 32 + lane_id()] = static_cast<std::int32_t>(base + __popc(same & lanes_below()));
+                __syncwarp(active);
+                if ((same & lanes_below()) == 0) mine[id[i]] = base + __popc(same);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+}  // namespace hal::cuda

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of this folder run on each rank; every body takes the rank's communicator first."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import oracle
+import pytest
+import torch
+
+import hal
+from hal.config import ExpertParallelSpec
+
+FIELDS = ("x", "scales", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets")
+
+
+def same(name: str, given: Any, wanted: Any) -> None:
+    """Equal in type, shape and every bit."""
+    if wanted is None:
+        assert given is None, name
+        return
+    assert (given.dtype, given.shape) == (wanted.dtype, wanted.shape), (
+        name,
+        given.dtype,
+        given.shape,
+        wanted.dtype,
+        wanted.shape,
+    )
+    if given.numel() == 0:
+        return
+    a, b = (
+        given.contiguous().view(torch.uint8).view(len(given), -1),
+        wanted.contiguous().view(torch.uint8).view(len(wanted), -1),
+    )
+    wrong = (a != b).any(1).nonzero().flatten()
+    if len(wrong):
+        row = int(wrong[0])
+        raise AssertionError(
+            f"{name}: {len(wrong)} of {len(given)} rows differ, first {wrong[:8].tolist()}; row {row}: "
+            f"{given[row].flatten()[:6]} where {wanted[row].flatten()[:6]} is right"
+        )
+
+
+def poison(*arrays: Any) -> None:
+    for array in arrays:
+        if array is not None and array.numel():
+            array.view(torch.uint8).fill_(0xEE)
+
+
+class Round:
+    """One batch through dispatch and combine, compared with the oracle."""
+
+    def __init__(self, comm: hal.Communicator, ep: Any, counts: list[int], seed: int, skew: float = 0.0) -> None:
+        self.ep, self.spec, self.me = ep, ep.spec, comm.rank
+        self.world = comm.world_size
+        self.device = torch.device("cuda", comm.rank)
+        self.batch = oracle.inputs(self.spec, counts, seed, self.device, skew)
+        self.rows = [oracle.dispatch(self.spec, self.batch, r) for r in range(self.world)]
+        self.seed = seed
+
+    def arguments(self, handle: Any = None) -> dict[str, Any]:
+        me = self.me
+        given = {"x": self.batch.x[me].clone(), "topk_weights": self.batch.topk_weights[me].clone()}
+        if self.batch.scales[me] is not None:
+            given["scales"] = self.batch.scales[me].clone()
+        if handle is None:
+            idx = self.batch.topk_idx[me]
+            given["topk_idx"] = idx.int() if self.seed % 2 else idx.clone()
+        else:
+            given["handle"] = handle
+        return given
+
+    def check(self, out: Any) -> None:
+        wanted = self.rows[self.me]
+        for name in FIELDS:
+            same(name, getattr(out, name), getattr(wanted, name))
+
+    def dispatch(self, handle: Any = None, halves: bool = False) -> Any:
+        given = self.arguments(handle)
+        out = self.ep.dispatch_recv(self.ep.dispatch_send(**given)) if halves else self.ep.dispatch(**given)
+        poison(*given.values()) if handle is None else None
+        self.check(out)
+        return out
+
+    def combine(
+        self,
+        handle: Any,
+        seed: int,
+        *,
+        into: Any = None,
+        halves: bool = False,
+        by_rank: bool = False,
+        poisons: bool = True,
+        **options: Any,
+    ) -> Any:
+        answers = oracle.answers(self.spec, [len(r.x) for r in self.rows], seed, self.device)
+        mine = answers[self.me].clone()
+        if into is not None:
+            into.copy_(mine)
+            mine = into
+        weighted = options.get("weighted", False)
+        bias = tuple(
+            torch.randn(self.batch.x[self.me].shape, device=self.device).to(mine.dtype)
+            for _ in range(options.pop("biases", 0))
+        )
+        carried = None
+        if options.pop("carry", False):
+            generator = torch.Generator().manual_seed(seed + 1)
+            carried = [torch.randn(r.topk_weights.shape, generator=generator).to(self.device) for r in self.rows]
+            options["topk_weights"] = carried[self.me].clone()
+        if halves:
+            options.pop("weighted", None)
+            y = self.ep.combine_recv(
+                self.ep.combine_send(mine, handle, weighted=weighted, **options), bias=bias or None
+            )
+        else:
+            y = self.ep.combine(mine, handle, bias=bias or None, **options)
+        if poisons:
+            poison(mine)
+        if carried is not None:
+            y, weights = y
+            same("weights", weights, oracle.weights_home(self.spec, self.batch, self.rows, carried, self.me))
+        same(
+            "y",
+            y,
+            oracle.combine(
+                self.spec, self.batch, self.rows, answers, self.me, weighted=weighted, bias=bias, by_rank=by_rank
+            ),
+        )
+        return y
+
+
+def rounds(comm: hal.Communicator, settings: dict[str, Any], counts: list[list[int]], options: dict[str, Any]) -> None:
+    """Rounds of the given token counts through one ExpertParallel, in every form that dispatch and combine have."""
+    with comm.expert_parallel(**settings) as ep:
+        expert = ep.spec.layout == "expert"
+        other = ep.spec.dtype != ep.spec.combine_dtype
+        by_rank = ep.spec.schedule == "hierarchical" and comm.config.topology.nodes > 1
+        for number, sizes in enumerate(counts):
+            r = Round(comm, ep, sizes, 100 * number + options.get("seed", 1) + number, options.get("skew", 0.0))
+            out = r.dispatch()
+            r.combine(out.handle, 7, by_rank=by_rank)
+            r.combine(out.handle, 8, into=None if other else out.x, weighted=expert, biases=number % 3, by_rank=by_rank)
+            r.combine(out.handle, 9, carry=True, by_rank=by_rank)
+            handle = out.handle
+            del out
+            again = r.dispatch(handle)
+            r.combine(again.handle, 10, weighted=expert, carry=True, biases=1, by_rank=by_rank)
+            del again
+            output = ep.expert_output(handle, r.batch.x[r.me])
+            r.combine(handle, 12, into=output, weighted=expert, by_rank=by_rank, poisons=False)
+            del output
+            halves = r.dispatch(halves=True)
+            r.combine(halves.handle, 11, halves=True, weighted=expert, biases=2, carry=number % 2 == 0, by_rank=by_rank)
+            handle = halves.handle
+            del halves
+            r.dispatch(handle, halves=True)
+    gc.collect()
+
+
+def large(comm: hal.Communicator, settings: dict[str, Any], counts: list[int], options: dict[str, Any]) -> None:
+    """One large round, with results compared whole."""
+    with comm.expert_parallel(**settings) as ep:
+        by_rank = ep.spec.schedule == "hierarchical" and comm.config.topology.nodes > 1
+        r = Round(comm, ep, counts, 3, options.get("skew", 0.0))
+        for i in range(2):
+            out = r.dispatch()
+            into = None if ep.spec.dtype.startswith("float8") or i else out.x
+            r.combine(out.handle, 5 + i, into=into, by_rank=by_rank)
+    gc.collect()
+
+
+def words(comm: hal.Communicator) -> None:
+    """Puts, signals, waits, quiets and barriers between the two GPUs."""
+    me, peer = comm.rank, 1 - comm.rank
+    window = comm.window(1 << 20)
+    queue = comm.queue(0)
+    mine = torch.as_tensor(hal.to_kind(window.buffer, torch.empty(0)), device=f"cuda:{me}")
+    for turn in range(1, 30):
+        data = torch.full((1000 + turn,), turn + 100 * me, dtype=torch.uint8, device=f"cuda:{me}")
+        torch.cuda.synchronize()
+        queue.put(window, 16 * turn + 1, data, peer)
+        queue.signal(3, peer, 1)
+        assert comm.wait(3, turn, source=peer) >= turn
+        assert bool((mine[16 * turn + 1 : 16 * turn + 1001 + turn] == turn + 100 * peer).all())
+        queue.quiet()
+        comm.barrier()
+    queue.put(window, 0, b"from the host's memory", peer, order="strong", signal=(4, 7, "set"))
+    assert comm.wait(4, 7) == 7
+    assert bytes(mine[:22].cpu().numpy()) == b"from the host's memory"
+    comm.barrier()
+    window.free()
+
+
+def timeouts(comm: hal.Communicator) -> str:
+    """Rank 1 stays away; rank 0 must be told so, in time."""
+    ep = comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, timeout=1.0)
+    x = torch.zeros(4, 64, dtype=torch.bfloat16, device=f"cuda:{comm.rank}")
+    idx = torch.tensor([[0, 5]] * 4, device=f"cuda:{comm.rank}")
+    if comm.rank == 1:
+        time.sleep(4.0)
+        return "slept"
+    start = time.monotonic()
+    with pytest.raises(hal.PeerTimeout) as told:
+        ep.dispatch(x, idx)
+    assert time.monotonic() - start < 3.0
+    assert told.value.rank == 1
+    return str(told.value)
+
+
+def refusals(comm: hal.Communicator) -> None:
+    """Ids that break the contract are refused on every rank, before any row moves, and the next round works."""
+    device = f"cuda:{comm.rank}"
+    for layout in ("rank", "expert"):
+        with comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, layout=layout) as ep:
+            x = torch.ones(4, 64, dtype=torch.bfloat16, device=device)
+            good = torch.tensor([[0, 5]] * 4, device=device)
+            for bad, word in (([7, 8], "8"), ([3, 3], "twice"), ([-2, 1], "-2")):
+                ids = good.clone()
+                if comm.rank == 1:
+                    ids[2] = torch.tensor(bad, device=device)
+                with pytest.raises(hal.ContractError, match=word if comm.rank == 1 else "rank 1"):
+                    ep.dispatch(x, ids)
+                assert len(ep.dispatch(x, good).x) == 8
+            handle = ep.dispatch(x, good).handle
+            # Rank 0 reuses a handle, which does not wait, so it is told by its next call.
+            if comm.rank == 0:
+                ep.dispatch(x, handle=handle)
+                torch.cuda.synchronize()
+            with pytest.raises(hal.ContractError, match="handle"):
+                ep.dispatch(x, good)
+            comm.barrier()
+
+
+def graphs(comm: hal.Communicator, settings: dict[str, Any], weighted: bool) -> None:
+    """Dispatch and combine captured once, replayed with other tokens and routings; outputs poisoned in between."""
+    with comm.expert_parallel(**settings) as ep:
+        tokens = ep.spec.max_tokens
+        r = Round(comm, ep, [tokens, tokens], 1)
+        static = r.arguments()
+        static["topk_idx"] = static["topk_idx"].long()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            out = ep.dispatch(**static)
+            ep.combine(out.x.clone(), out.handle)
+            del out
+        torch.cuda.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = ep.dispatch(**static)
+            y = ep.combine(out.x, out.handle, weighted=weighted)
+        for seed in range(2, 22):
+            r = Round(comm, ep, [tokens, tokens], seed, skew=0.5 * (seed % 3))
+            for name, value in r.arguments().items():
+                static[name].copy_(value)
+            poison(y)
+            torch.cuda.synchronize()
+            graph.replay()
+            torch.cuda.synchronize()
+            wanted = r.rows[r.me]
+            n = len(wanted.x)
+            for name in ("x", "topk_idx", "topk_weights"):
+                given = getattr(out, name)
+                same(name, given[:n], getattr(wanted, name))
+                assert not bool(given[n:].view(torch.uint8).any()) or name == "topk_idx", name
+            assert bool((out.topk_idx[n:] == -1).all())
+            same("tokens_per_expert", out.tokens_per_expert, wanted.tokens_per_expert)
+            same("y", y, oracle.combine(ep.spec, r.batch, r.rows, [rows.x for rows in r.rows], r.me, weighted=weighted))
+            comm.barrier()
+        del out, y, graph
+    gc.collect()
+
+
+def many_rounds(comm: hal.Communicator, settings: dict[str, Any], number: int) -> None:
+    """Many rounds, ranks delayed at random against each other, every result compared; views kept across rounds."""
+    device = f"cuda:{comm.rank}"
+    random = torch.Generator().manual_seed(comm.rank)
+    with comm.expert_parallel(**settings) as ep:
+        most = ep.spec.max_tokens
+        sizes = torch.randint(0, most + 1, (number, 2), generator=torch.Generator().manual_seed(9)).tolist()
+        prepared = [Round(comm, ep, size, i) for i, size in enumerate(sizes[:25])]
+        wanted = [
+            oracle.combine(
+                ep.spec, r.batch, r.rows, [rows.x for rows in r.rows], comm.rank, weighted=ep.spec.layout == "expert"
+            )
+            for r in prepared
+        ]
+        kept: list[Any] = []
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for i in range(number):
+            r, y_wanted = prepared[i % len(prepared)], wanted[i % len(prepared)]
+            if i % 7 == comm.rank:
+                torch.cuda._sleep(int(torch.randint(0, 400_000, (1,), generator=random)))
+            if i % 50 == 13 + comm.rank:
+                time.sleep(0.003)
+            me = comm.rank
+            out = ep.dispatch(r.batch.x[me], r.batch.topk_idx[me], r.batch.topk_weights[me])
+            y = ep.combine(out.x, out.handle, weighted=ep.spec.layout == "expert")
+            raw = torch.int16
+            rows = r.rows[me]
+            wrong += (
+                (out.x.view(raw) != rows.x.view(raw)).sum()
+                + (out.topk_idx != rows.topk_idx).sum()
+                + (y.view(raw) != y_wanted.view(raw)).sum()
+            )
+            kept.append((out.x, rows.x))
+            if len(kept) > i % 3:
+                x, x_wanted = kept.pop(0)
+                wrong += (x.view(raw) != x_wanted.view(raw)).sum()
+            del out, y
+        assert int(wrong) == 0, int(wrong)
+        kept.clear()
+    gc.collect()
+
+
+def frameworks(comm: hal.Communicator) -> None:
+    """CuPy and JAX arrays in and out."""
+    import cupy
+
+    with comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, dtype="float32") as ep:
+        r = Round(comm, ep, [9, 5], 4)
+        me = comm.rank
+        with cupy.cuda.Device(me):
+            out = ep.dispatch(
+                cupy.asarray(r.batch.x[me]), cupy.asarray(r.batch.topk_idx[me]), cupy.asarray(r.batch.topk_weights[me])
+            )
+            assert isinstance(out.x, cupy.ndarray)
+            y = ep.combine(out.x, out.handle)
+            assert isinstance(y, cupy.ndarray)
+            cupy.cuda.Device(me).synchronize()
+        same("x", torch.as_tensor(out.x, device=r.device), r.rows[me].x)
+        same(
+            "y",
+            torch.as_tensor(y, device=r.device),
+            oracle.combine(ep.spec, r.batch, r.rows, [rows.x for rows in r.rows], me),
+        )
+        del out, y
+        import jax
+
+        device = jax.devices()[me]
+        with jax.default_device(device):
+            given = [
+                jax.device_put(a.cpu().numpy(), device)
+                for a in (r.batch.x[me], r.batch.topk_idx[me].int(), r.batch.topk_weights[me])
+            ]
+            out = ep.dispatch(*given)
+            assert isinstance(out.x, jax.Array)
+            y = ep.combine(out.x, out.handle)
+            assert isinstance(y, jax.Array)
+        same("x", torch.from_dlpack(out.x), r.rows[me].x)
+        same("y", torch.from_dlpack(y), oracle.combine(ep.spec, r.batch, r.rows, [rows.x for rows in r.rows], me))
+        del out, y, given
+    gc.collect()
+
+
+def facts(comm: hal.Communicator) -> dict[str, Any]:
+    properties = comm._session.properties
+    return {
+        "nccl": properties.nccl_version,
+        "gpu": properties.gpu.decode(),
+        "lsa": properties.lsa_size,
+        "gin": properties.gin_type,
+    }
+
+
+def symmetric_bytes(comm: hal.Communicator, spec: ExpertParallelSpec) -> int:
+    with comm.expert_parallel(spec) as ep:
+        return int(ep.buffer_bytes)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the CUDA backend on two GPUs. Each run on GPUs leaves a dated JSON in benchmarks/results/."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hal_cuda import SPEC
+from hal_cuda.probe import gpus
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+_outcomes: dict[str, str] = {}
+_facts: dict[str, Any] = {}
+
+
+def why_not() -> str:
+    probe = SPEC.probe()
+    if not probe.usable:
+        return f"{probe.reason}; {probe.fix}"
+    return "" if gpus() >= 2 else f"{gpus()} GPU here, these tests take two"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_not()
+    for item in items:
+        if reason and item.get_closest_marker("cuda") and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Any]:
+    """Two ranks that stay for all tests, and start again after one that failed."""
+    from pair import Pair
+
+    ranks = Pair()
+    _facts.update(ranks.run("facts")[0])
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def summing_pair() -> Iterator[Any]:
+    """Two ranks, each a node of its own: schedule hierarchical then sums by rank."""
+    from pair import Pair
+
+    ranks = Pair(nodes=2)
+    yield ranks
+    ranks.close()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and "cuda" in report.keywords:
+        _outcomes[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not _facts:
+        return
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    record = {
+        "what": "tests marked cuda",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "machine": f"{gpus()} x {_facts['gpu']}",
+        "driver": driver[0] if driver else "",
+        "nccl": _facts["nccl"],
+        "commit": os.environ.get("HAL_COMMIT", ""),
+        "command": "pytest " + " ".join(session.config.invocation_params.args),
+        "passed": sum(outcome == "passed" for outcome in _outcomes.values()),
+        "failed": sorted(name for name, outcome in _outcomes.items() if outcome == "failed"),
+        "tests": sorted(_outcomes),
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
+    (RESULTS / f"{name}-cuda-tests.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds dispatch and combine on GPUs: words, graphs, frameworks, refusals, time limits, many rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cuda
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {"num_experts": 8, "top_k": 3, "hidden": 128, "max_tokens": 32, "num_buffers": 3, **changes}
+
+
+def test_words(pair):
+    pair.run("words")
+
+
+def test_bad_ids_are_refused_before_rows_move(pair):
+    pair.run("refusals")
+
+
+@pytest.mark.parametrize("schedule", ["direct", "latency"])
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+@pytest.mark.parametrize("max_tokens", [32, 600])
+def test_graph_replays(pair, layout, schedule, max_tokens):
+    pair.run("graphs", settings(layout=layout, schedule=schedule, max_tokens=max_tokens), layout == "expert")
+
+
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+@pytest.mark.parametrize("max_tokens", [48, 600])
+def test_a_thousand_rounds_of_uneven_ranks(pair, layout, max_tokens):
+    pair.run("many_rounds", settings(layout=layout, max_tokens=max_tokens, num_buffers=4), 1000)
+
+
+def test_cupy_and_jax(pair):
+    pytest.importorskip("cupy")
+    pytest.importorskip("jax")
+    pair.run("frameworks")
+
+
+def test_a_missing_peer_is_named_in_time(pair):
+    told = pair.run("timeouts")
+    pair.close()  # after a PeerTimeout a communicator can only be closed
+    assert "rank 1" in told[0]
+    assert "dispatch" in told[0]
+
+
+def test_size_of_the_window(pair):
+    from hal_cuda.layout import payload_bytes
+
+    from hal.config import ExpertParallelSpec
+
+    spec = ExpertParallelSpec(256, 8, 7168, 8192, num_buffers=1)
+    assert pair.run("symmetric_bytes", spec)[0] <= 1.05 * payload_bytes(spec, 2)
