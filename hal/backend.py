@@ -90,6 +90,9 @@ class Session(Protocol):
     def expert_parallel(self, spec: ExpertParallelSpec) -> Engine:
         """The dispatch and combine engine for one ExpertParallel; collective."""
 
+    def abort(self, reason: str) -> None:
+        """Tell the peers at once that this rank failed, and why. ``close`` is still called afterwards."""
+
     def close(self) -> None:
         """Idempotent; never blocks on a dead peer."""
 
@@ -116,6 +119,8 @@ class Engine(Protocol):
 
     buffer_bytes: int
     """Symmetric memory for each rank, as printed by ``hal size``."""
+    device: str
+    """Where inputs must be and results are: ``cpu``, ``cuda:0``, ``npu:0``. Others are refused before anything is sent."""
 
     def dispatch_send(
         self,

@@ -23,6 +23,8 @@ class HalConfig:
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     queues: int = 2
     """Queues to each peer: GIN contexts, UDMA QPs."""
+    signal_slots: int = 1024
+    """Signal slots on each rank for the communicator's own signal and wait."""
     timeout: float = 30.0
     """Seconds; bounds every wait."""
 

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine of one ExpertParallel on the host: leases of receive slots around the C++ kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hal.arrays import ITEMSIZE, NUMPY_DTYPES, Buffer
+from hal.backend import Received
+from hal.errors import CapacityError, ContractError
+from hal_host import _engine
+from hal_host._engine import AnyFabric, AnyKernels, ShmFabric, ShmKernels, ThreadFabric, ThreadKernels
+
+if TYPE_CHECKING:
+    from hal.config import ExpertParallelSpec
+    from hal_host.session import HostSession
+
+_KERNELS = {ShmFabric: ShmKernels, AnyFabric: AnyKernels, ThreadFabric: ThreadKernels}
+_READS_SOURCE_LATER = (AnyFabric, ThreadFabric)
+"""Fabrics that may still read a put's source after the call."""
+
+
+def shape_of(spec: ExpertParallelSpec, ranks: int, nodes: int) -> _engine.EpShape:
+    """The settings as the C++ side takes them; :func:`hal_host._engine.buffer_parts` explains its bytes."""
+    shape = _engine.EpShape()
+    shape.ranks, shape.nodes = ranks, nodes
+    for name in ("num_experts", "top_k", "max_tokens", "alignment", "num_buffers", "scale_dim"):
+        setattr(shape, name, getattr(spec, name))
+    shape.row_bytes = spec.hidden * ITEMSIZE[spec.dtype]
+    shape.combine_row_bytes = spec.hidden * ITEMSIZE[combine_dtype(spec)]
+    for name in ("layout", "schedule", "completion"):
+        kind = getattr(_engine, name.capitalize())
+        if getattr(spec, name) not in kind.__members__:
+            raise ContractError(f"{name} '{getattr(spec, name)}' is not one of {', '.join(kind.__members__)}")
+        setattr(shape, name, kind.__members__[getattr(spec, name)])
+    if spec.schedule == "latency" and spec.layout == "expert" and ranks * spec.max_tokens % spec.alignment:
+        raise ContractError(
+            f"schedule 'latency' starts each expert's group after {ranks} ranks * {spec.max_tokens} max_tokens rows, "
+            f"which is not a multiple of alignment {spec.alignment}: choose max_tokens so that it is"
+        )
+    return shape
+
+
+def combine_dtype(spec: ExpertParallelSpec) -> str:
+    """The dtype of combined rows: as set, or the dispatched rows' own, or bfloat16 where these are fp8."""
+    return spec.combine_dtype or ("bfloat16" if spec.dtype.startswith("float8") else spec.dtype)
+
+
+class Lease:
+    """A receive slot in use. It is free again when the last array over its rows is gone."""
+
+    __slots__ = ("_free", "_keep", "slot")
+
+    def __init__(self, free: list[int], keep: Any) -> None:
+        self._free, self._keep = free, keep
+        self.slot = free.pop()
+
+    def __del__(self) -> None:
+        # list.append is atomic: views may die in any thread.
+        self._free.append(self.slot)
+
+
+class _Dispatch:
+    """A dispatch between its halves."""
+
+    __slots__ = ("lease", "round", "source")
+
+    def __init__(self, lease: Lease, round_: Any, source: Any) -> None:
+        self.lease, self.round, self.source = lease, round_, source
+
+
+class _Combine:
+    __slots__ = ("round", "source", "weights")
+
+    def __init__(self, round_: Any, source: Any, weights: bool) -> None:
+        self.round, self.source, self.weights = round_, source, weights
+
+
+class HostEngine:
+    """The host's :class:`hal.backend.Engine`."""
+
+    device = "cpu"
+
+    def __init__(self, session: HostSession, spec: ExpertParallelSpec) -> None:
+        """Collective: the window is allocated on every rank."""
+        nodes = session.config.topology.nodes
+        shape = shape_of(spec, session.world_size, nodes)
+        self.buffer_bytes = sum(size for _, size in _engine.buffer_parts(shape))
+        self._session = session
+        self._window: int | None = session.allocate(self.buffer_bytes)
+        self._start(session.fabric(self._window, spec.timeout), spec, shape)
+
+    @classmethod
+    def over_fabric(cls, fabric: Any, spec: ExpertParallelSpec, nodes: int, ranks: int) -> HostEngine:
+        """An engine over a fabric whose window is large enough and zeroed; the caller owns the window."""
+        self = cls.__new__(cls)
+        shape = shape_of(spec, ranks, nodes)
+        self.buffer_bytes = sum(size for _, size in _engine.buffer_parts(shape))
+        self._window = None
+        self._start(fabric, spec, shape)
+        return self
+
+    def _start(self, fabric: Any, spec: ExpertParallelSpec, shape: Any) -> None:
+        self.spec = spec
+        self._fabric = fabric
+        self._kernels = _KERNELS[type(fabric)](fabric, shape, getattr(_engine.Element, combine_dtype(spec)))
+        self._base = _engine.window_address(fabric)
+        self._local_experts = spec.num_experts // shape.ranks
+        self._free = list(range(spec.num_buffers - 1, -1, -1))
+        # Without completion entries nothing says early that a source is free, so the kernels read a copy where the
+        # fabric does not read sources at once.
+        self._copies_sources = spec.completion == "strong_signal_no_cqe" and isinstance(fabric, _READS_SOURCE_LATER)
+
+    def dispatch_send(
+        self,
+        x: Buffer,
+        topk_idx: Buffer | None,
+        topk_weights: Buffer | None,
+        scales: Buffer | None,
+        state: Any | None,
+        stream: int | None,
+    ) -> _Dispatch:
+        if not self._free:
+            raise CapacityError(
+                "receive slots for dispatches in flight",
+                self.spec.num_buffers + 1,
+                self.spec.num_buffers,
+                "receive an earlier dispatch_send first, or raise num_buffers",
+            )
+        lease = Lease(self._free, self._fabric)
+        source = _copy(x) if self._copies_sources else x
+        try:
+            round_ = self._kernels.dispatch_send(
+                lease.slot,
+                source.ptr,
+                x.shape[0],
+                topk_idx.ptr if topk_idx else 0,
+                topk_idx is not None and topk_idx.dtype == "int64",
+                topk_weights.ptr if topk_weights else 0,
+                scales.ptr if scales else 0,
+                state,
+            )
+        except BaseException:
+            del lease  # whoever keeps the error keeps this frame, and must not keep the slot
+            raise
+        return _Dispatch(lease, round_, source)
+
+    def dispatch_recv(self, pending: _Dispatch, stream: int | None) -> Received:
+        spec, rows = self.spec, self._kernels.rows(pending.round)
+        per_row = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
+        scales = np.empty((rows, spec.scale_dim), np.float32) if spec.scale_dim else None
+        topk_idx, topk_weights = np.empty(per_row, np.int32), np.empty(per_row, np.float32)
+        counts = np.empty(self._local_experts, np.int32)
+        offsets = np.empty(self._local_experts + 1, np.int64) if spec.layout == "expert" else None
+        self._kernels.dispatch_recv(
+            pending.round,
+            _address(scales),
+            _address(topk_idx),
+            _address(topk_weights),
+            _address(counts),
+            _address(offsets),
+        )
+        return Received(
+            self._received_x(pending, rows),
+            _buffer(scales),
+            _buffer(topk_idx),
+            _buffer(topk_weights),
+            _buffer(counts),
+            _buffer(offsets),
+            pending.round.state,
+        )
+
+    def _received_x(self, pending: _Dispatch, rows: int) -> Buffer:
+        """A view that holds the lease, or a copy if no slot would be left for the next dispatch."""
+        spec = self.spec
+        ptr = self._base + self._kernels.received_x(pending.round)
+        view = Buffer(ptr, (rows, spec.hidden), spec.dtype, "cpu", pending.lease)
+        if not self._free:
+            view = _copy(view)
+        del pending.lease
+        return view
+
+    def combine_send(
+        self, x: Buffer, state: Any, topk_weights: Buffer | None, weighted: bool, stream: int | None
+    ) -> _Combine:
+        source, weights = x, topk_weights
+        if self._copies_sources:
+            source, weights = _copy(x), _copy(topk_weights) if topk_weights else None
+        round_ = self._kernels.combine_send(source.ptr, state, weights.ptr if weights else 0, weights is not None, weighted)
+        return _Combine(round_, (source, weights), weights is not None)
+
+    def combine_recv(
+        self, pending: _Combine, bias: Sequence[Buffer], stream: int | None
+    ) -> tuple[Buffer, Buffer | None]:
+        spec, tokens = self.spec, pending.round.state.tokens
+        y = np.empty((tokens, spec.hidden), NUMPY_DTYPES[combine_dtype(spec)])
+        weights = np.empty((tokens, spec.top_k), np.float32) if pending.weights else None
+        first, second = (*(b.ptr for b in bias), 0, 0)[:2]
+        self._kernels.combine_recv(pending.round, first, second, _address(y), _address(weights))
+        return Buffer(_address(y), y.shape, combine_dtype(spec), "cpu", y), _buffer(weights)
+
+    def close(self) -> None:
+        """Views stay valid: a lease keeps the window mapped."""
+        if self._window is not None:
+            self._session.free(self._window)
+            self._window = None
+
+
+# A null address means "not given" to the kernels; an empty array's address is not null.
+def _address(array: np.ndarray[Any, Any] | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
+def _buffer(array: Any) -> Any:
+    return None if array is None else Buffer(array.ctypes.data, array.shape, array.dtype.name, "cpu", array)
+
+
+def _copy(buffer: Buffer) -> Buffer:
+    """A private copy of a buffer's bytes."""
+    array = np.empty(buffer.shape, NUMPY_DTYPES[buffer.dtype])
+    if buffer.nbytes:
+        ctypes.memmove(array.ctypes.data, buffer.ptr, buffer.nbytes)
+    return Buffer(array.ctypes.data, buffer.shape, buffer.dtype, "cpu", array)

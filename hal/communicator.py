@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communicator: ranks, teams, symmetric windows, queues and the four ordering words (docs/contract.md, section 4)."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from hal.arrays import Buffer, as_buffer, as_numpy
+from hal.bootstrap import Bootstrap, Run, current_run
+from hal.config import ExpertParallelSpec, HalConfig, TopologyConfig
+from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
+from hal.ordering import Order, QuietScope, SignalOp
+from hal.registry import get_backend
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hal.backend import Session
+    from hal.expert_parallel import ExpertParallel
+    from hal.ordering import OrderingProfile
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Word = TypeVar("_Word", Order, SignalOp, QuietScope)
+_U64 = 1 << 64
+
+
+def connect(
+    cfg: HalConfig | Mapping[str, Any] | None = None, *, run: Run | None = None, **settings: Any
+) -> Communicator:
+    """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
+
+    ``cfg`` is a :class:`~hal.config.HalConfig`, or a mapping (an OmegaConf config too) with its fields; ``settings`` are
+    fields that override it. ``run`` states this rank's place where no launcher's variables do. Collective: every rank
+    calls it with equal settings.
+
+    Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
+    the fix, PeerTimeout that lists the ranks that did not come.
+    """
+    config = _config(cfg, settings)
+    backend_spec = get_backend(config.backend)
+    place = run or current_run()
+    if place.nodes is not None and config.topology == TopologyConfig():
+        config = replace(config, topology=TopologyConfig(place.nodes))
+    bootstrap = Bootstrap(place, config.timeout)
+    try:
+        bootstrap.agree("HalConfig", asdict(config))
+        _check_topology(config, bootstrap.world_size)
+        return Communicator(config, bootstrap, backend_spec.load().connect(config, bootstrap))
+    except BaseException as error:
+        bootstrap.close(_reason(error))
+        raise
+
+
+@dataclass(frozen=True)
+class Team:
+    """Some of the ranks, and this rank's place among them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """World ranks, ascending."""
+    rank: int
+    """This rank's index in ``ranks``."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Window:
+    """Symmetric memory: ``nbytes`` zeroed bytes on every rank, which peers write with ``Queue.put``."""
+
+    def __init__(self, communicator: Communicator, identity: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._communicator, self._identity = communicator, identity
+        self._freed = False
+
+    @property
+    def buffer(self) -> Buffer:
+        """This rank's part as a :class:`~hal.arrays.Buffer`; stays valid while somebody holds it."""
+        return self._communicator._call(self._communicator._session.view, self._require())
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """This rank's part as a NumPy array of ``nbytes`` uint8; ``array.view(dtype)`` for others. CPU backends only."""
+        buffer = self.buffer
+        if buffer.device != "cpu":
+            raise ContractError(f"this window is on {buffer.device}: use `hal.to_kind(window.buffer, like)`")
+        return as_numpy(buffer)
+
+    def free(self) -> None:
+        """Give the memory back. Idempotent; arrays handed out stay valid. Put a barrier before it: a peer's late put
+        into a freed window reaches nobody."""
+        if not self._freed:
+            self._freed = True
+            self._communicator._call(self._communicator._session.free, self._identity)
+
+    def _require(self) -> int:
+        if self._freed:
+            raise ContractError("this window was freed; make another with `comm.window(nbytes)`")
+        return self._identity
+
+
+class Queue:
+    """Operations to any peer; order is promised within one (peer, queue) only. A GIN context, a UDMA QP."""
+
+    def __init__(self, communicator: Communicator, index: int) -> None:
+        self.index = index
+        self._communicator = communicator
+
+    def put(
+        self,
+        window: Window,
+        dst_offset: int,
+        src: Any,
+        peer: int,
+        order: Order | str = Order.RELAXED,
+        signal: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Write ``src`` (an array, bytes-like, anything with DLPack) to ``peer``'s part of ``window``, ``dst_offset``
+        bytes from its start. ``src`` must not change until ``quiet("source")``.
+
+        ``signal = (slot, value[, op[, order]])`` follows the put: op ``"add"``, order ``STRONG`` unless given; with
+        ``RELAXED`` it covers this put only.
+        """
+        comm = self._communicator
+        comm._check_peer(peer)
+        buffer = as_buffer(src)
+        if window._communicator is not comm:
+            raise ContractError("this window belongs to another communicator")
+        identity = window._require()
+        if dst_offset < 0 or dst_offset + buffer.nbytes > window.nbytes:
+            raise ContractError(
+                f"put of {buffer.nbytes} bytes at offset {dst_offset} ends at {dst_offset + buffer.nbytes}, outside a "
+                f"window of {window.nbytes} bytes"
+            )
+        strength = _word(Order, order, "order")
+        follow = _bundled(comm, signal) if signal is not None else None
+        comm._call(comm._session.put, identity, dst_offset, buffer, peer, self.index, strength)
+        if follow is not None:
+            slot, value, op = follow
+            # A signal of its own must be strong to cover the put, on every transport.
+            comm._call(comm._session.signal, slot, peer, value, op, self.index, Order.STRONG)
+
+    def signal(
+        self,
+        slot: int,
+        peer: int,
+        value: int = 1,
+        op: SignalOp | str = SignalOp.ADD,
+        order: Order | str = Order.STRONG,
+    ) -> None:
+        """Add ``value`` to, or set, ``peer``'s 64-bit signal ``slot``. Strong: after every earlier operation to it here."""
+        comm = self._communicator
+        comm._check_peer(peer)
+        comm._check_slot(slot)
+        _check_u64("value", value)
+        arguments = (slot, peer, value, _word(SignalOp, op, "op"), self.index, _word(Order, order, "order"))
+        comm._call(comm._session.signal, *arguments)
+
+    def quiet(self, peer: int | None = None, scope: QuietScope | str = QuietScope.REMOTE) -> None:
+        """``"source"``: earlier operations (to ``peer``, or all) no longer read their sources. ``"remote"``: they are
+        complete and visible at the target; not that it has consumed them."""
+        comm = self._communicator
+        if peer is not None:
+            comm._check_peer(peer)
+        comm._call(comm._session.quiet, self.index, peer, _word(QuietScope, scope, "scope"))
+
+
+class Communicator:
+    """One rank's end of a run; made by :func:`connect`. A context manager: leaving it by an exception tells the peers.
+
+    After a PeerTimeout it can only be closed.
+    """
+
+    def __init__(self, config: HalConfig, bootstrap: Bootstrap, session: Session) -> None:
+        self.config = config
+        self.rank, self.world_size = session.rank, session.world_size
+        self._bootstrap, self._session = bootstrap, session
+        self._closed = False
+        self._failure: PeerTimeout | None = None
+        self._finalizer = weakref.finalize(self, _leave, session, bootstrap)
+
+    @property
+    def profile(self) -> OrderingProfile:
+        """What the transport promises natively (hal/ordering.py)."""
+        return self._session.profile
+
+    def team(self, name: str = "world") -> Team:
+        """``"world"``: all ranks. ``"lsa"``: the ranks of this node. ``"rail"``: this rank's local index on all nodes."""
+        per_node = self.world_size // self.config.topology.nodes
+        node, local = divmod(self.rank, per_node)
+        members = {
+            "world": (range(self.world_size), self.rank),
+            "lsa": (range(node * per_node, (node + 1) * per_node), local),
+            "rail": (range(local, self.world_size, per_node), node),
+        }
+        if name not in members:
+            raise ContractError(f"team must be one of {', '.join(members)}, not {name!r}")
+        ranks, index = members[name]
+        return Team(name, tuple(ranks), index)
+
+    def window(self, nbytes: int) -> Window:
+        """Collective. Symmetric memory of ``nbytes`` bytes, the same on every rank, zeroed."""
+        if not isinstance(nbytes, int) or nbytes < 1:
+            raise ContractError(f"a window needs at least 1 byte, not {nbytes!r}")
+        return Window(self, self._call(self._session.allocate, nbytes), nbytes)
+
+    def queue(self, index: int = 0) -> Queue:
+        """Queue ``index`` of ``config.queues``."""
+        if not 0 <= index < self._session.queues:
+            raise ContractError(f"queue must be 0 to {self._session.queues - 1}, not {index}; more by `queues` in the settings")
+        return Queue(self, index)
+
+    def wait(self, slot: int, at_least: int, timeout: float | None = None, source: int | None = None) -> int:
+        """Acquire: returns this rank's ``slot`` once it is ``>= at_least`` (unsigned 64-bit); what the awaited strong
+        signals cover is readable then. ``source``, the rank expected to signal, makes PeerTimeout name the right one.
+        ``timeout`` in seconds; default the communicator's."""
+        self._check_slot(slot)
+        _check_u64("at_least", at_least)
+        if source is not None:
+            self._check_peer(source)
+        return self._call(self._session.wait, slot, at_least, self._timeout(timeout), source)
+
+    def read_signal(self, slot: int) -> int:
+        """The value of this rank's ``slot`` now (acquire)."""
+        self._check_slot(slot)
+        return self._call(self._session.read_signal, slot)
+
+    def barrier(self, team: Team | str | None = None, complete: bool = True, timeout: float | None = None) -> None:
+        """Every member of ``team`` (default world) has arrived; with ``complete`` each first completed its own earlier
+        operations on all queues. With ``complete=False`` it orders nothing."""
+        members = team if isinstance(team, Team) else self.team(team or "world")
+        self._call(self._session.barrier, members.ranks, complete, self._timeout(timeout))
+
+    def expert_parallel(self, spec: ExpertParallelSpec | None = None, **settings: Any) -> ExpertParallel:
+        """Collective. Dispatch and combine for one MoE layer shape; ``settings`` are fields of ExpertParallelSpec."""
+        from hal.expert_parallel import ExpertParallel
+
+        _check_names(ExpertParallelSpec, settings)
+        try:
+            wanted = replace(spec, **settings) if spec else ExpertParallelSpec(**settings)
+        except TypeError as error:
+            raise ContractError(f"ExpertParallel: {error}".replace("ExpertParallelSpec.__init__() ", "")) from None
+        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=self.config.timeout)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this rank failed."""
+        if self._closed:
+            return
+        self._closed = True
+        if error is not None and self._failure is None:
+            self._session.abort(_reason(error))
+        self._finalizer.detach()
+        self._session.close()
+        self._bootstrap.close(_reason(error) if error else None)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self._failure else "open"
+        return f"<hal.Communicator rank {self.rank} of {self.world_size}, backend {self.config.backend}, {state}>"
+
+    def _call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call into the session; remembers a PeerTimeout, after which only ``close`` is left."""
+        if self._closed:
+            raise HalError("this communicator is closed; connect again")
+        if self._failure is not None:
+            raise HalError(f"this communicator can only be closed, since it met a PeerTimeout: {self._failure}")
+        try:
+            return function(*args, **kwargs)
+        except PeerTimeout as error:
+            self._failure = error
+            raise
+
+    def _check_peer(self, peer: int) -> None:
+        if not isinstance(peer, int) or not 0 <= peer < self.world_size:
+            raise ContractError(f"peer must be a rank, 0 to {self.world_size - 1}, not {peer!r}")
+
+    def _check_slot(self, slot: int) -> None:
+        if not isinstance(slot, int) or slot < 0:
+            raise ContractError(f"slot must be a number from 0 to {self.config.signal_slots - 1}, not {slot!r}")
+        if slot >= self.config.signal_slots:
+            fix = "raise `signal_slots` in the settings, on all ranks"
+            raise CapacityError(f"signal slot {slot}", slot + 1, self.config.signal_slots, fix)
+
+    def _timeout(self, seconds: float | None) -> float:
+        return self.config.timeout if seconds is None else _seconds(seconds)
+
+
+def _leave(session: Session, bootstrap: Bootstrap) -> None:
+    """A communicator that nobody closed: at the end of a script that is no failure, unless an exception ended it."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        session.abort(_reason(error))
+    session.close()
+    bootstrap.close(_reason(error) if error is not None else None)
+
+
+def _reason(error: BaseException) -> str:
+    return f"failed with {type(error).__name__}: {error}"[:200]
+
+
+def _bundled(comm: Communicator, signal: tuple[Any, ...]) -> tuple[int, int, SignalOp]:
+    """A put's signal, checked before the put is sent."""
+    if not isinstance(signal, tuple) or not 2 <= len(signal) <= 4:
+        raise ContractError(f"signal must be (slot, value[, op[, order]]), not {signal!r}")
+    slot, value, op, order = (*signal, SignalOp.ADD, Order.STRONG)[:4] if len(signal) == 2 else (*signal, Order.STRONG)[:4]
+    comm._check_slot(slot)
+    _check_u64("signal value", value)
+    _word(Order, order, "signal order")
+    return slot, value, _word(SignalOp, op, "signal op")
+
+
+def _word(kind: type[_Word], value: _Word | str | int, what: str) -> _Word:
+    """A member, or its name in any case."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    names = ", ".join(f"'{name.lower()}'" for name in kind.__members__)
+    raise ContractError(f"{what} must be {kind.__name__} or one of {names}, not {value!r}")
+
+
+def _check_u64(what: str, value: int) -> None:
+    if not isinstance(value, int) or not 0 <= value < _U64:
+        raise ContractError(f"{what} must be an integer from 0 to 2**64 - 1, not {value!r}")
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ContractError(f"timeout must be a positive number of seconds, not {value!r}")
+    return float(value)
+
+
+def _config(cfg: HalConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:
+    """The settings as a checked dataclass."""
+    base = cfg if isinstance(cfg, HalConfig) else HalConfig()
+    given: dict[str, Any] = {}
+    if cfg is not None and not isinstance(cfg, HalConfig):
+        if not isinstance(cfg, Mapping):
+            raise ContractError(f"connect takes a HalConfig or a mapping, not {type(cfg).__name__}")
+        given.update(cfg)
+    given.update(settings)
+    _check_names(HalConfig, given)
+    topology = given.get("topology")
+    if isinstance(topology, Mapping):
+        _check_names(TopologyConfig, topology, "topology.")
+        given["topology"] = TopologyConfig(**topology)
+    config = replace(base, **given)
+    for name, least in (("queues", 1), ("signal_slots", 1)):
+        _check_count(name, getattr(config, name), least)
+    if not is_dataclass(config.topology):
+        raise ContractError(f"topology must be a TopologyConfig or a mapping, not {config.topology!r}")
+    _check_count("topology.nodes", config.topology.nodes, 1)
+    return replace(config, timeout=_seconds(config.timeout))
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ContractError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+def _check_names(kind: Any, given: Mapping[str, Any], prefix: str = "") -> None:
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ContractError(f"unknown setting '{prefix}{name}'; known: {', '.join(known)}")
+
+
+def _check_topology(config: HalConfig, world_size: int) -> None:
+    nodes = config.topology.nodes
+    if world_size % nodes:
+        raise ContractError(f"{world_size} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of {world_size}")

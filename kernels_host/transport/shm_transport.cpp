@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/shm_transport.hpp"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <set>
+
+namespace hal {
+
+void (*check_interrupts)() = [] {};
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a waiter sleeps before it looks for dead peers: what "at once" means.
+constexpr auto kFaultInterval = std::chrono::milliseconds(5);
+constexpr int kInterruptTurns = 10;  // fault intervals between two looks for Ctrl-C
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
+    const timespec ts{static_cast<time_t>(limit.count() / 1'000'000'000), static_cast<long>(limit.count() % 1'000'000'000)};
+    syscall(SYS_futex, &word, FUTEX_WAIT, expected, &ts, nullptr, 0);
+}
+
+// Spinning helps only while every rank has a core of its own.
+int spins_for(int world_size) {
+    cpu_set_t cores;
+    const int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+    return world_size <= count ? 500 : 20;
+}
+
+std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+}  // namespace
+
+ShmTransport::ShmTransport(int rank, int world_size, int queues, std::vector<int> links)
+    : Transport(rank, world_size, queues), links_(std::move(links)), spins_(spins_for(world_size)) {
+    if (links_.size() != static_cast<std::size_t>(world_size))
+        throw ContractViolation("a shared-memory transport needs one link for each of " + std::to_string(world_size) +
+                                " ranks, not " + std::to_string(links_.size()));
+}
+
+int ShmTransport::map(const std::vector<int>& fds, std::size_t nbytes) {
+    if (fds.size() != static_cast<std::size_t>(world_size()))
+        throw ContractViolation("a window needs one segment for each rank");
+    auto window = std::make_shared<ShmWindow>();
+    window->nbytes = nbytes;
+    for (const int fd : fds) window->segments.push_back(std::make_shared<ShmSegment>(fd, nbytes));
+    if (windows_.empty()) {
+        if (nbytes < sizeof(ControlBlock)) throw ContractViolation("the control window is too small");
+        for (const auto& segment : window->segments)
+            controls_.push_back(reinterpret_cast<ControlBlock*>(segment->data()));
+    }
+    windows_.push_back(std::move(window));
+    return static_cast<int>(windows_.size()) - 1;
+}
+
+void ShmTransport::unmap(int id) {
+    window(id);
+    if (id == 0) throw ContractViolation("the control window lives as long as its transport");
+    windows_[static_cast<std::size_t>(id)].reset();
+}
+
+std::shared_ptr<ShmWindow> ShmTransport::window(int id) const {
+    if (id < 0 || static_cast<std::size_t>(id) >= windows_.size() || !windows_[static_cast<std::size_t>(id)])
+        throw ContractViolation("window " + std::to_string(id) + " does not exist or was freed");
+    return windows_[static_cast<std::size_t>(id)];
+}
+
+namespace {
+
+std::byte* checked(const ShmWindow& window, int peer, std::size_t offset, std::size_t nbytes) {
+    if (peer < 0 || static_cast<std::size_t>(peer) >= window.segments.size())
+        throw ContractViolation("there is no rank " + std::to_string(peer) + " among " +
+                                std::to_string(window.segments.size()));
+    if (nbytes > window.nbytes || offset > window.nbytes - nbytes)
+        throw ContractViolation("bytes " + std::to_string(offset) + " to " + std::to_string(offset + nbytes) +
+                                " are not within a window of " + std::to_string(window.nbytes) + " bytes");
+    return window.segments[static_cast<std::size_t>(peer)]->data() + offset;
+}
+
+std::byte* checked_slot(const ShmWindow& window, int peer, std::size_t offset) {
+    if (offset % 8 != 0) throw ContractViolation("a slot must be 8-byte aligned, not at " + std::to_string(offset));
+    return checked(window, peer, offset, 8);
+}
+
+}  // namespace
+
+void ShmTransport::put(int id, int, int peer, std::size_t dst_offset, const void* src, std::size_t nbytes, Order order) {
+    require_usable();
+    std::byte* target = checked(*window(id), peer, dst_offset, nbytes);
+    if (nbytes != 0) shm_put(target, src, nbytes, order);
+}
+
+void ShmTransport::signal(int id, int, int peer, std::size_t slot_offset, std::uint64_t value, SignalOp op, Order) {
+    require_usable();
+    shm_signal(checked_slot(*window(id), peer, slot_offset), value, op);
+    ring(peer);
+}
+
+std::uint64_t ShmTransport::wait(int id, std::size_t slot_offset, std::uint64_t at_least, int source, int queue,
+                                 const std::string& stage, double timeout) {
+    const auto held = window(id);  // another thread may free the window meanwhile
+    return await(checked_slot(*held, rank(), slot_offset), at_least, source, queue, stage.c_str(), timeout);
+}
+
+void ShmTransport::quiet(int, int, QuietScope scope) {
+    require_usable();
+    if (scope == QuietScope::remote) std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void ShmTransport::wake(ControlBlock& block) {
+    block.bell.fetch_add(1, std::memory_order_seq_cst);
+    syscall(SYS_futex, &block.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void ShmTransport::publish(RankState state, int fault_rank, const std::string& reason) {
+    if (controls_.empty() || own().state.load(std::memory_order_relaxed) != RankState::running) return;
+    own().fault_rank.store(fault_rank, std::memory_order_relaxed);
+    own().reason.store(reason);
+    own().state.store(state, std::memory_order_release);
+    for (ControlBlock* block : controls_) wake(*block);  // sleepers look for faults when they wake
+}
+
+void ShmTransport::publish_closed() { publish(RankState::closed, rank(), ""); }
+
+void ShmTransport::publish_failed(int fault_rank, const std::string& reason) {
+    publish(RankState::failed, fault_rank, reason);
+}
+
+std::optional<std::pair<int, std::string>> ShmTransport::find_fault(int source) {
+    std::vector<pollfd> polls;
+    for (const int link : links_) polls.push_back({link, POLLRDHUP, 0});  // poll skips negative descriptors
+    if (poll(polls.data(), polls.size(), 0) < 0) return std::nullopt;
+    std::optional<std::pair<int, std::string>> dead;
+    for (int peer = 0; peer < world_size(); ++peer) {
+        if (peer == rank()) continue;
+        const ControlBlock& block = *controls_[static_cast<std::size_t>(peer)];
+        // The link is read first: a rank publishes its end before it closes the link.
+        const bool gone = (polls[static_cast<std::size_t>(peer)].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+        const RankState state = block.state.load(std::memory_order_acquire);
+        if (state == RankState::failed) {
+            const int root = block.fault_rank.load(std::memory_order_relaxed);
+            if (root == rank()) return {{peer, "gave up on this rank: " + block.reason.load()}};
+            return {{root, block.reason.load()}};
+        }
+        if (state == RankState::running && gone && !dead) dead = {{peer, "its process died"}};
+        if (state == RankState::closed && peer == source) return {{peer, "closed its communicator"}};
+    }
+    return dead;
+}
+
+// When nobody in particular was awaited: the ranks that wait for nobody are the ones that could have signalled.
+std::pair<int, std::string> ShmTransport::root_among_all() const {
+    int root = -1;
+    std::string busy;
+    for (int peer = 0; peer < world_size(); ++peer) {
+        const ControlBlock& block = *controls_[static_cast<std::size_t>(peer)];
+        if (peer == rank() || block.waiting_for() != kNotWaiting) continue;
+        if (root < 0) root = peer;
+        busy += (busy.empty() ? "" : ", ") + rank_name(peer);
+    }
+    if (root < 0) return {rank(), "no signal: every rank waits"};
+    return {root, "no signal (not waiting themselves: " + busy + ")"};
+}
+
+// Follows the chain of waits from `source` to the rank that waits for nobody.
+std::pair<int, std::string> ShmTransport::root_of_stall(int source) const {
+    if (source < 0) return root_among_all();
+    std::set<int> visited{rank()};
+    int root = source;
+    std::string through;
+    while (true) {
+        visited.insert(root);
+        const ControlBlock& block = *controls_[static_cast<std::size_t>(root)];
+        const int next = block.waiting_for();
+        if (next < 0) break;
+        const std::string link = rank_name(root) + " waits for " + rank_name(next) + " in stage '" + block.stage.load() + "'";
+        if (visited.count(next) != 0) return {source, "no answer: the ranks wait for each other (" + through + link + ")"};
+        through += link + ", ";
+        root = next;
+    }
+    if (root == source) return {root, "no answer"};
+    return {root, "no answer: " + through.substr(0, through.size() - 2)};
+}
+
+std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t at_least, int source, int queue,
+                                           const char* stage, double timeout) {
+    require_usable();
+    // Says what this rank waits for, and counts it as a sleeper, for as long as it is in here.
+    struct Announcement {
+        ControlBlock& block;
+        Announcement(ControlBlock& b, int source, const char* stage) : block(b) {
+            block.stage.store(stage);
+            block.set_waiting_for(source < 0 ? kWaitingForAny : source);
+            block.sleepers.fetch_add(1, std::memory_order_seq_cst);
+        }
+        ~Announcement() {
+            block.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+            block.set_waiting_for(kNotWaiting);
+        }
+    } announcement(own(), source, stage);
+
+    const auto start = Clock::now();
+    const auto fail = [&](std::pair<int, std::string> fault) -> PeerTimeoutError {
+        set_failed();
+        publish_failed(fault.first, fault.second);
+        return {fault.first, stage, queue, at_least, shm_load(slot), seconds_since(start), fault.second};
+    };
+    auto next_fault_check = start + std::chrono::milliseconds(1);
+    for (unsigned turn = 0;; ++turn) {
+        const std::uint32_t bell = own().bell.load(std::memory_order_seq_cst);
+        std::uint64_t seen = shm_load(slot);
+        if (seen >= at_least) return seen;
+
+        const auto now = Clock::now();
+        if (now >= next_fault_check) {
+            next_fault_check = now + kFaultInterval;
+            const auto fault = find_fault(source);
+            seen = shm_load(slot);  // it may have signalled before it ended
+            if (seen >= at_least) return seen;
+            if (fault) throw fail(*fault);
+        }
+        const double left = timeout - seconds_since(start);
+        if (left <= 0) throw fail(root_of_stall(source));
+        if (turn % kInterruptTurns == kInterruptTurns - 1) check_interrupts();
+        const auto limit = std::min(std::chrono::duration<double>(left), std::chrono::duration<double>(next_fault_check - now));
+        futex_wait(own().bell, bell, std::chrono::duration_cast<std::chrono::nanoseconds>(limit));
+    }
+}
+
+}  // namespace hal

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory between the ranks of one machine. Every rank maps every peer's part of each window, so a put is a memcpy
+// and a signal an atomic add. How the descriptors get here is backends/hal_host/shm.py's business.
+#pragma once
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/control_block.hpp"
+#include "transport/shm_segment.hpp"
+#include "transport/transport.hpp"
+
+namespace hal {
+
+// Memory operations on mapped windows, shared by ShmTransport (windows by id) and ShmFabric (one window).
+inline void shm_put(std::byte* target, const void* src, std::size_t nbytes, Order order) {
+    // A strong put may not become visible before what was put before it.
+    if (order == Order::strong) std::atomic_thread_fence(std::memory_order_release);
+    if (nbytes == 8 && reinterpret_cast<std::uintptr_t>(target) % 8 == 0) {
+        // An aligned word is never seen torn: protocols use an 8-byte strong put as a signal.
+        std::uint64_t word;
+        std::memcpy(&word, src, 8);
+        std::atomic_ref<std::uint64_t>(*reinterpret_cast<std::uint64_t*>(target)).store(word, std::memory_order_relaxed);
+        return;
+    }
+    std::memcpy(target, src, nbytes);
+}
+
+// Sequentially consistent, so release is included, and the bell's rule (control_block.hpp) holds. A relaxed signal asks
+// for less; more is always allowed.
+inline void shm_signal(std::byte* target, std::uint64_t value, SignalOp op) {
+    std::atomic_ref<std::uint64_t> slot(*reinterpret_cast<std::uint64_t*>(target));
+    if (op == SignalOp::add)
+        slot.fetch_add(value, std::memory_order_seq_cst);
+    else
+        slot.store(value, std::memory_order_seq_cst);
+}
+
+inline std::uint64_t shm_load(const std::byte* slot) {
+    auto* word = const_cast<std::uint64_t*>(reinterpret_cast<const std::uint64_t*>(slot));
+    return std::atomic_ref<std::uint64_t>(*word).load(std::memory_order_acquire);
+}
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class ShmTransport : public Transport {
+  public:
+    // `links[p]` is a connected socket to rank p (-1 for this rank), owned by the caller and kept open: its end of file
+    // is how a peer's death is noticed.
+    ShmTransport(int rank, int world_size, int queues, std::vector<int> links);
+
+    // Windows. `fds[r]` is rank r's segment; descriptors stay the caller's. The first window mapped is the control window
+    // (one ControlBlock for each rank); waits and signals need it.
+    int map(const std::vector<int>& fds, std::size_t nbytes);
+    void unmap(int window);
+    std::shared_ptr<ShmWindow> window(int id) const;
+
+    void put(int window, int queue, int peer, std::size_t dst_offset, const void* src, std::size_t nbytes,
+             Order order) override;
+    void signal(int window, int queue, int peer, std::size_t slot_offset, std::uint64_t value, SignalOp op,
+                Order order) override;
+    std::uint64_t wait(int window, std::size_t slot_offset, std::uint64_t at_least, int source, int queue,
+                       const std::string& stage, double timeout) override;
+    void quiet(int queue, int peer, QuietScope scope) override;
+
+    // Wakes a peer that sleeps in a wait. One load when it does not.
+    void ring(int peer) {
+        ControlBlock& block = *controls_[static_cast<std::size_t>(peer)];
+        if (block.sleepers.load(std::memory_order_seq_cst) != 0) wake(block);
+    }
+    // Spins briefly, then sleeps until the slot reaches `at_least`, a peer is found dead, or the time is up.
+    std::uint64_t await(const std::byte* slot, std::uint64_t at_least, int source, int queue, const char* stage,
+                        double timeout) {
+        for (int spin = 0; spin < spins_; ++spin) {
+            const std::uint64_t seen = shm_load(slot);
+            if (seen >= at_least) return seen;
+            cpu_pause();
+        }
+        return await_sleeping(slot, at_least, source, queue, stage, timeout);
+    }
+
+    // Tells the peers: this rank ended well, or badly and through whose fault. The first word stands.
+    void publish_closed();
+    void publish_failed(int fault_rank, const std::string& reason);
+
+    // The dead, failed or (if it is `source`) closed rank that ends every wait now, if any.
+    std::optional<std::pair<int, std::string>> find_fault(int source);
+
+  private:
+    std::uint64_t await_sleeping(const std::byte* slot, std::uint64_t at_least, int source, int queue,
+                                 const char* stage, double timeout);
+    std::pair<int, std::string> root_of_stall(int source) const;
+    std::pair<int, std::string> root_among_all() const;
+    void publish(RankState state, int fault_rank, const std::string& reason);
+    static void wake(ControlBlock& block);
+    ControlBlock& own() { return *controls_[static_cast<std::size_t>(rank())]; }
+
+    std::vector<int> links_;
+    int spins_;
+    std::vector<std::shared_ptr<ShmWindow>> windows_;
+    std::vector<ControlBlock*> controls_;
+};
+
+}  // namespace hal
