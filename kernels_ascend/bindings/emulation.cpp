@@ -35,7 +35,7 @@ struct ScriptCore {
     ScriptCore(Device& d, int block) : device(d), core(d.script_core(block)), scratch(core.allocate_scratch(8192)) {}
 
     std::uint64_t at(std::uint64_t offset) const {
-        return reinterpret_cast<std::uint64_t>(device.heaps()[device.pe()].base) + offset;
+        return reinterpret_cast<std::uint64_t>(device.heaps()[device.pe()].windows[0].base) + offset;
     }
     Queue& queue(int pe, std::uint32_t qp) { return device.engine.queue(pe, qp); }
 
@@ -181,7 +181,7 @@ void bind_world(py::module_& m) {
         .def_property_readonly("size", &World::size)
         .def("heap",
              [](World& w, int pe) {
-                 const Region& r = w.device(pe).heaps()[pe];
+                 const Region& r = w.device(pe).heaps()[pe].windows[0];
                  return py::memoryview::from_memory(r.base, static_cast<py::ssize_t>(r.bytes), false);
              })
         .def("core", [](World& w, int pe, int block) { return ScriptCore(w.device(pe), block); }, py::arg("pe"),

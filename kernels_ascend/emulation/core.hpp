@@ -71,6 +71,10 @@ public:
     Device& device;
     const int block, blocks;
     std::unordered_map<const void*, Batch> batches;
+    struct Awaited {
+        std::uint64_t address = 0, at_least = 0;  // address 0: waits for no signal
+        int source = -1, queue = 0, stage = 0;
+    } awaited;
 
 private:
     struct Line {

@@ -27,8 +27,8 @@ bool Launch::finished() const {
     return std::all_of(fibers.begin(), fibers.end(), [](const auto& f) { return f->done; });
 }
 
-Device::Device(int pe, std::vector<Region> heaps, EngineConfig config, World* world)
-    : engine(pe, heaps, config), pe_(pe), heaps_(std::move(heaps)), world_(world) {
+Device::Device(int pe, std::vector<Heap> heaps, EngineConfig config, World* world)
+    : pe_(pe), heaps_(std::move(heaps)), engine(pe, heaps_, config), world_(world) {
     for (auto& queue : engine.queues()) {
         registers_[&queue->doorbell_register] = {queue.get(), false};
         registers_[&queue->cq_doorbell_register] = {queue.get(), true};
@@ -36,8 +36,21 @@ Device::Device(int pe, std::vector<Region> heaps, EngineConfig config, World* wo
 }
 
 std::uint64_t Device::to_remote(std::uint64_t address, int pe) const {
-    if (!heaps_[pe_].holds(address, 1)) throw Fault(4, "not a symmetric address of PE " + std::to_string(pe_));
-    return reinterpret_cast<std::uint64_t>(heaps_[pe].base) + (address - reinterpret_cast<std::uint64_t>(heaps_[pe_].base));
+    const auto& own = heaps_[pe_].windows;
+    for (std::size_t i = 0; i < own.size(); ++i)
+        if (own[i].holds(address, 1))
+            return reinterpret_cast<std::uint64_t>(heaps_[pe].windows[i].base) +
+                   (address - reinterpret_cast<std::uint64_t>(own[i].base));
+    throw Fault(4, "not a symmetric address of PE " + std::to_string(pe_));
+}
+
+int Device::add_window(const std::vector<Region>& regions) {
+    for (std::size_t pe = 0; pe < heaps_.size(); ++pe) heaps_[pe].windows.push_back(regions.at(pe));
+    return int(heaps_[0].windows.size()) - 1;
+}
+
+void Device::remove_window(int index) {
+    for (Heap& heap : heaps_) heap.windows.at(std::size_t(index)) = {};
 }
 
 void Device::launch(std::function<void()> kernel, int blocks) {
@@ -86,8 +99,8 @@ void Device::run(Launch& launch) {
         }
         idle_turns = all_wait ? idle_turns + 1 : 0;
         if (!all_wait) continue;
-        if (idle) idle();
         if (idle_turns < 64) sched_yield();
+        else if (idle) idle(launch);
         else std::this_thread::sleep_for(std::chrono::microseconds(std::min(idle_turns, 200)));
     }
 }
@@ -125,6 +138,7 @@ void Device::store_register(std::uint64_t value, void* address) {
     auto [queue, completion] = it->second;
     if (completion) engine.ring_completion(*queue, static_cast<std::uint32_t>(value));
     else engine.ring(*queue, static_cast<std::uint32_t>(value));
+    if (landed && !completion) landed(queue->target);
     point();
 }
 

@@ -29,12 +29,17 @@ struct Launch {
 
 class Device {
 public:
-    Device(int pe, std::vector<Region> heaps, EngineConfig config, World* world = nullptr);
+    Device(int pe, std::vector<Heap> heaps, EngineConfig config, World* world = nullptr);
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
 
     int pe() const { return pe_; }
     int pes() const { return int(heaps_.size()); }
     bool lazy() const { return engine.config.lazy; }
-    const std::vector<Region>& heaps() const { return heaps_; }
+    const std::vector<Heap>& heaps() const { return heaps_; }
+    // One more symmetric window: its address on every PE. Gives its index.
+    int add_window(const std::vector<Region>& regions);
+    void remove_window(int index);
     std::uint64_t to_remote(std::uint64_t local_address, int pe) const;  // symmetric address -> the target's copy
 
     void launch(std::function<void()> kernel, int blocks);
@@ -53,15 +58,19 @@ public:
 
     Core& script_core(int block);  // a core driven from outside of any kernel
 
+private:
+    const int pe_;
+    std::vector<Heap> heaps_;
+
+public:
     Engine engine;
-    std::function<void()> idle;  // called while every core waits
+    std::function<void(Launch&)> idle;    // called while every core waits
+    std::function<void(int)> landed;      // called when bytes reached that PE
     // Which signals each queue carried since it last had none (Mutation::drop_empty_signal).
     std::unordered_map<const Queue*, bool> carried;
 
 private:
     void run(Launch& launch);
-    int pe_;
-    std::vector<Region> heaps_;
     World* world_;
     std::deque<std::unique_ptr<Launch>> stream_;
     std::uint64_t launches_ = 0;

@@ -68,8 +68,7 @@ std::string Queue::where() const {
            std::to_string(cq_tail) + ")";
 }
 
-Engine::Engine(int pe, std::vector<Region> heaps, EngineConfig config_)
-    : config(config_), pe_(pe), heaps_(std::move(heaps)) {
+Engine::Engine(int pe, const std::vector<Heap>& heaps, EngineConfig config_) : config(config_), pe_(pe), heaps_(heaps) {
     if (config.qp_num < 1 || config.qp_num > kMaxQueues)
         throw Fault(2, "qp_num is " + std::to_string(config.qp_num) + "; it must be 1 to 32");
     if (!power_of_two(config.sq_depth) || !power_of_two(config.cq_depth))

@@ -24,6 +24,16 @@ struct Region {
     }
 };
 
+// One PE's symmetric memory: windows that lie at the same index on every PE.
+struct Heap {
+    std::vector<Region> windows;
+    bool holds(std::uint64_t address, std::uint64_t n) const {
+        for (const Region& w : windows)
+            if (w.holds(address, n)) return true;
+        return false;
+    }
+};
+
 // Zeroed pages, touched only when used: rings are large and mostly empty.
 class Pages {
 public:
@@ -88,7 +98,7 @@ enum class Injected : std::uint8_t { status, drop_completion };
 
 class Engine {
 public:
-    Engine(int pe, std::vector<Region> heaps, EngineConfig config);
+    Engine(int pe, const std::vector<Heap>& heaps, EngineConfig config);
 
     Queue& queue(int target, std::uint32_t qp);
     const std::vector<std::unique_ptr<Queue>>& queues() const { return queues_; }
@@ -125,7 +135,7 @@ private:
     void retire(Queue& queue);
 
     int pe_;
-    std::vector<Region> heaps_;
+    const std::vector<Heap>& heaps_;  // the device's
     std::vector<std::unique_ptr<Queue>> queues_;
     std::vector<Injection> injections_;
     std::uint64_t next_id_ = 1;

@@ -27,10 +27,10 @@ World::World(int pes, std::uint64_t heap_bytes, EngineConfig config, Strategy st
     : state_(mix(config.seed)), seed_(config.seed), strategy_(strategy) {
     config.lazy = true;
     if (strategy_ == Strategy::mixed) strategy_ = static_cast<Strategy>(1 + config.seed % 5);
-    std::vector<Region> regions;
+    std::vector<Heap> regions;
     for (int pe = 0; pe < pes; ++pe) {
         heaps_.push_back(std::make_unique<Pages>(heap_bytes));
-        regions.push_back({heaps_.back()->as<std::byte>(), heap_bytes});
+        regions.push_back({{{heaps_.back()->as<std::byte>(), heap_bytes}}});
     }
     for (int pe = 0; pe < pes; ++pe) devices_.push_back(std::make_unique<Device>(pe, regions, config, this));
 }
