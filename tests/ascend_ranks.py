@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -52,7 +51,16 @@ class WorldRanks:
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
         """``work(rank)`` on every rank at once; the first error is raised after all have ended."""
-        futures = [self._pool.submit(work, rank) for rank in range(self.ranks)]
+        for _ in range(self.ranks):
+            self.launches.enter()
+
+        def run(rank: int) -> Any:
+            try:
+                return work(rank)
+            finally:
+                self.launches.leave()
+
+        futures = [self._pool.submit(run, rank) for rank in range(self.ranks)]
         for future in futures:
             future.exception()
         return [future.result() for future in futures]
@@ -72,6 +80,3 @@ class WorldRanks:
             self.check_sentinels()
         self.close()
 
-
-def seconds() -> float:
-    return time.perf_counter()

@@ -90,8 +90,10 @@ void bind_ep_host(py::module_& m) {
 }
 
 void bind_session(py::module_& m) {
-    py::class_<WorldEngines>(m, "WorldEngines", "Runs kernels of every PE of a World when all of them wait.")
-        .def(py::init<hal::udma::World&>(), "world"_a, py::keep_alive<1, 2>());
+    py::class_<WorldEngines>(m, "WorldEngines", "Runs the kernels of a World's PEs, one thread for each; enter() and leave() around its work.")
+        .def(py::init<hal::udma::World&>(), "world"_a, py::keep_alive<1, 2>())
+        .def("enter", [](WorldEngines& e) { e.clock.enter(); }, Unlocked())
+        .def("leave", [](WorldEngines& e) { e.clock.leave(); }, Unlocked());
     py::class_<EmulatedSession, std::shared_ptr<EmulatedSession>>(m, "EmulatedSession",
                                                                    "One rank's emulated device over shared-memory windows.")
         .def(py::init([](hal::ShmTransport& transport, int queues, std::uint32_t sq_depth, std::uint32_t cq_depth) {

@@ -123,22 +123,32 @@ std::size_t World::pick(const std::vector<Choice>& choices) {
     return best;
 }
 
-std::uint64_t World::run() {
-    std::uint64_t steps = 0;
-    while (!idle()) {
-        const auto& choices = enabled();
-        if (choices.empty()) {
-            // Only waits are left. Let their own time limits end them, once for each nested wait.
-            if (++time_jumps_ > kTimeJumps) throw Hang("every core waits and nothing is in flight");
-            cycles_ += 1ull << 48;
-            ++devices_[0]->engine.version;
-            continue;
-        }
-        take(pick(choices));
-        if (++steps > most_steps) throw Hang("no end after " + std::to_string(steps) + " steps");
+void World::step() {
+    const auto& choices = enabled();
+    if (choices.empty()) {
+        // Only waits are left. Let their own time limits end them, once for each nested wait.
+        if (++time_jumps_ > kTimeJumps) throw Hang("every core waits and nothing is in flight");
+        cycles_ += 1ull << 48;
+        ++devices_[0]->engine.version;
+        return;
     }
+    take(pick(choices));
+    if (++steps_ > most_steps) throw Hang("no end after " + std::to_string(steps_) + " steps");
+}
+
+std::uint64_t World::run() {
+    const std::uint64_t before = steps_;
+    while (!idle()) step();
     time_jumps_ = 0;
-    return steps;
+    return steps_ - before;
+}
+
+int World::run_until_done(const std::vector<bool>& wanted) {
+    for (;; step()) {
+        prepare();
+        for (const auto& device : devices_)
+            if (wanted[std::size_t(device->pe())] && !device->active()) return device->pe();
+    }
 }
 
 void World::advance_engines() {

@@ -47,6 +47,7 @@ public:
     void take(std::size_t index);
     bool idle();                 // nothing is left to do
     std::uint64_t run();         // to the end; returns the number of steps; throws Fault or Hang
+    int run_until_done(const std::vector<bool>& wanted);  // until one of these PEs has no launch left; gives it
     void advance_engines();      // one engine step, for a wait outside of any kernel
     void settle();               // every engine step there is
 
@@ -59,6 +60,7 @@ public:
 private:
     std::size_t pick(const std::vector<Choice>& choices);
     void prepare();
+    void step();
     std::uint64_t random();
 
     std::vector<std::unique_ptr<Pages>> heaps_;
@@ -68,6 +70,7 @@ private:
     Strategy strategy_;
     std::uint64_t cycles_ = 0;
     int time_jumps_ = 0;
+    std::uint64_t steps_ = 0;
 };
 
 }  // namespace hal::udma

@@ -9,22 +9,35 @@
 
 namespace hal::ascend {
 
-void WorldClock::synchronize(int) {
-    std::unique_lock lock(mutex_);
-    const std::uint64_t turn = turn_;
-    if (++waiting_ == world_.size()) {
-        error_ = nullptr;
-        try {
-            world_.run();
-        } catch (...) {
-            error_ = std::current_exception();
-        }
-        waiting_ = 0;
-        ++turn_;
-        changed_.notify_all();
-    } else {
-        changed_.wait(lock, [&] { return turn_ != turn; });
+void WorldClock::enter() {
+    std::lock_guard lock(mutex_);
+    ++taking_part_;
+}
+
+void WorldClock::leave() {
+    std::lock_guard lock(mutex_);
+    --taking_part_;
+    if (waiters_ && waiters_ == taking_part_) advance();
+}
+
+// With everyone waiting: until one stream is done.
+void WorldClock::advance() {
+    try {
+        if (!error_) waiting_[std::size_t(world_.run_until_done(waiting_))] = false;
+    } catch (...) {
+        error_ = std::current_exception();  // the run is over for all
     }
+    --waiters_;
+    changed_.notify_all();
+}
+
+void WorldClock::synchronize(int pe) {
+    std::unique_lock lock(mutex_);
+    const auto mine = std::size_t(pe);
+    waiting_[mine] = true;
+    if (++waiters_ == taking_part_) advance();
+    changed_.wait(lock, [&] { return !waiting_[mine] || error_; });
+    waiting_[mine] = false;
     if (error_) std::rethrow_exception(error_);
 }
 

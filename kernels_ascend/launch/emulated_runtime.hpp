@@ -5,24 +5,29 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <vector>
 
 #include "emulation/world.hpp"
 #include "launch/runtime.hpp"
 
 namespace hal::ascend {
 
-// The PEs of a World run when all of them wait, so any number of threads gives the same run.
+// Lets one thread for each PE share a World and still give the same run every time: the world moves only while every
+// thread that takes part waits for its stream, and then only until the first stream is done. That one goes on alone.
 class WorldClock {
 public:
-    explicit WorldClock(udma::World& world) : world_(world) {}
+    explicit WorldClock(udma::World& world) : world_(world), waiting_(std::size_t(world.size())) {}
+    void enter();  // a thread begins to take part
+    void leave();  // and ends
     void synchronize(int pe);
 
 private:
+    void advance();
     udma::World& world_;
     std::mutex mutex_;
     std::condition_variable changed_;
-    int waiting_ = 0;
-    std::uint64_t turn_ = 0;
+    int taking_part_ = 0, waiters_ = 0;
+    std::vector<bool> waiting_;
     std::exception_ptr error_;
 };
 
