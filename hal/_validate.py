@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,32 +121,6 @@ def _check_alignment(spec: ExpertParallelSpec, world_size: int) -> None:
             f"schedule='latency' gives each expert world_size * max_tokens = {group} rows, not a multiple of "
             f"alignment={spec.alignment}: use max_tokens={fit}"
         )
-
-
-def compare_settings(gathered: Sequence[tuple[dict[str, Any] | None, str]]) -> None:
-    """Refuse settings that differ between ranks, or that some rank refused; the same verdict on every rank.
-
-    ``gathered`` has for each rank its settings and, if they were refused there, the reason.
-    """
-    for rank, (_, refusal) in enumerate(gathered):
-        if refusal:
-            raise ContractError(f"rank {rank} refused its settings: {refusal}")
-    first = gathered[0][0] or {}
-    differing = [
-        f"{name} is {first[name]!r} on rank 0 but {settings[name]!r} on rank {rank}"
-        for rank, (settings, _) in enumerate(gathered)
-        if settings
-        for name in first
-        if settings[name] != first[name]
-    ]
-    if differing:
-        shown = "; ".join(differing[:8]) + (f"; and {len(differing) - 8} more" if len(differing) > 8 else "")
-        raise ContractError(f"settings differ between ranks: {shown}; give every rank the same")
-
-
-def settings_of(spec: ExpertParallelSpec) -> dict[str, Any]:
-    """What ranks compare."""
-    return asdict(spec)
 
 
 # --- arrays --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of any framework as plain buffers, and back in the caller's kind, without importing a framework.
 
-A framework is looked up in ``sys.modules``: whoever passes one of its arrays has imported it. Nothing is copied on the
+A framework is looked up in ``sys.modules``: whoever passes one of its arrays has imported it (a kind asked for by its
+name is imported). Nothing is copied on the
 way in (an array that would need a copy is refused) nor on the way out, but where :func:`to_kind` says so.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -210,7 +212,7 @@ def _is_whole(owner: Any, kind: str, buffer: Buffer) -> bool:
             and owner.__array_interface__["data"][0] == buffer.ptr
         )
     if kind == "torch":
-        torch = sys.modules["torch"]
+        torch = importlib.import_module("torch")
         return (
             isinstance(owner, torch.Tensor)
             and owner.shape == buffer.shape
@@ -252,20 +254,25 @@ def _carrier(buffer: Buffer) -> NDArray[Any]:
 
 
 def _to_torch(buffer: Buffer) -> Any:
-    torch = sys.modules["torch"]
+    torch = importlib.import_module("torch")
     dtype = getattr(torch, buffer.dtype)
     if 0 in buffer.shape:
         return torch.empty(buffer.shape, dtype=dtype, device=buffer.device)
     if buffer.device == "cpu":
         array = _carrier(buffer)
-        return torch.from_numpy(array.copy() if buffer.readonly else array).view(dtype)
-    if buffer.device.startswith("cuda"):
-        return torch.as_tensor(_Interface(buffer), device=buffer.device).view(dtype)
-    return torch.from_dlpack(_dlpack.Exporter(buffer))
+        carrier = torch.from_numpy(array.copy() if buffer.readonly else array)
+    elif buffer.device.startswith("cuda"):
+        carrier = torch.as_tensor(_Interface(buffer), device=buffer.device)
+    else:
+        return torch.from_dlpack(_dlpack.Exporter(buffer))
+    if carrier.dtype is dtype:
+        return carrier
+    # Not carrier.view(dtype): autograd would treat the result as a view and refuse to let it be changed in place.
+    return torch.empty(0, dtype=dtype, device=buffer.device).set_(carrier.untyped_storage(), 0, buffer.shape)
 
 
 def _to_jax(buffer: Buffer) -> Any:
-    jax = sys.modules["jax"]
+    jax = importlib.import_module("jax")
     if 0 in buffer.shape:
         return jax.numpy.empty(buffer.shape, NUMPY_DTYPES[buffer.dtype])
     # JAX never writes to an imported array, and its importer has no word for read-only.
@@ -273,7 +280,9 @@ def _to_jax(buffer: Buffer) -> Any:
 
 
 def _to_cupy(buffer: Buffer) -> Any:
-    cupy = sys.modules["cupy"]
+    if buffer.device == "cpu":  # counts may be host memory beside device rows
+        return as_numpy(buffer)
+    cupy = importlib.import_module("cupy")
     dtype = NUMPY_DTYPES[buffer.dtype]
     if 0 in buffer.shape:
         return cupy.empty(buffer.shape, dtype)

@@ -43,8 +43,7 @@ class Run:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ContractError(
-                f"{self.launcher} says rank {self.rank} of {self.world_size}; a rank is at least 0 and below the number "
-                "of ranks"
+                f"{self.launcher} says rank {self.rank} of {self.world_size}; ranks are 0 to size - 1"
             )
 
 
@@ -148,7 +147,7 @@ def _next_address(run: Run) -> str:
 
 
 class Bootstrap:
-    """This rank's end of the meeting: :meth:`all_gather`, :meth:`barrier`, :meth:`agree`; all bounded by ``timeout``."""
+    """This rank's end of the meeting: :meth:`all_gather`, :meth:`barrier`, :meth:`agree`, bounded by ``timeout``."""
 
     def __init__(self, run: Run, timeout: float) -> None:
         """Collective. PeerTimeout lists the ranks that did not come; ContractError says why this one was refused."""
@@ -175,7 +174,7 @@ class Bootstrap:
             raise
 
     def all_gather(self, value: Any, what: str = "all_gather", timeout: float | None = None) -> list[Any]:
-        """Every rank's ``value`` (bytes, or anything JSON can say), in rank order. ``what`` must agree between ranks."""
+        """Every rank's ``value`` (bytes, or what JSON can say), in rank order. ``what`` must agree between ranks."""
         packed = {"b": base64.b64encode(value).decode()} if isinstance(value, bytes) else {"j": value}
         if self.world_size == 1:
             return [_unpack(json.loads(json.dumps(packed)))]  # as a peer would see it
@@ -191,7 +190,7 @@ class Bootstrap:
         self.all_gather(None, "barrier", timeout)
 
     def agree(self, what: str, settings: Mapping[str, Any]) -> None:
-        """Compare settings between ranks. ContractError, the same on every rank, names each that differs and its values."""
+        """Compare settings between ranks. ContractError, the same on all, names each that differs and its values."""
         everybody = [_flatten(s) for s in self.all_gather(settings, what)]
         first = everybody[0]
         differences = [

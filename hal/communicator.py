@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communicator: ranks, teams, symmetric windows, queues and the four ordering words (docs/contract.md, section 4)."""
+"""The communicator: ranks, teams, symmetric windows, queues and the ordering words (docs/contract.md, section 4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hal.arrays import Buffer, as_buffer, as_numpy
 from hal.bootstrap import Bootstrap, Run, current_run
-from hal.config import ExpertParallelSpec, HalConfig, TopologyConfig
+from hal.config import ExpertParallelSpec, HalConfig, Settings, TopologyConfig, connection_config
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal.ordering import Order, QuietScope, SignalOp
 from hal.registry import get_backend
@@ -32,13 +32,13 @@ _U64 = 1 << 64
 
 
 def connect(
-    cfg: HalConfig | Mapping[str, Any] | None = None, *, run: Run | None = None, **settings: Any
+    cfg: HalConfig | Settings | Mapping[str, Any] | None = None, *, run: Run | None = None, **settings: Any
 ) -> Communicator:
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
-    ``cfg`` is a :class:`~hal.config.HalConfig`, or a mapping (an OmegaConf config too) with its fields; ``settings`` are
-    fields that override it. ``run`` states this rank's place where no launcher's variables do. Collective: every rank
-    calls it with equal settings.
+    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's fields (an
+    OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states this rank's
+    place where no launcher's variables do. Collective: every rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.
@@ -70,6 +70,7 @@ class Team:
 
     @property
     def size(self) -> int:
+        """Number of members."""
         return len(self.ranks)
 
 
@@ -88,7 +89,7 @@ class Window:
 
     @property
     def array(self) -> NDArray[Any]:
-        """This rank's part as a NumPy array of ``nbytes`` uint8; ``array.view(dtype)`` for others. CPU backends only."""
+        """This rank's part as a NumPy array of ``nbytes`` uint8; ``array.view(dtype)`` for others. CPU only."""
         buffer = self.buffer
         if buffer.device != "cpu":
             raise ContractError(f"this window is on {buffer.device}: use `hal.to_kind(window.buffer, like)`")
@@ -156,7 +157,7 @@ class Queue:
         op: SignalOp | str = SignalOp.ADD,
         order: Order | str = Order.STRONG,
     ) -> None:
-        """Add ``value`` to, or set, ``peer``'s 64-bit signal ``slot``. Strong: after every earlier operation to it here."""
+        """Add ``value`` to, or set, ``peer``'s 64-bit signal ``slot``; strong: after earlier ones on this queue."""
         comm = self._communicator
         comm._check_peer(peer)
         comm._check_slot(slot)
@@ -188,12 +189,17 @@ class Communicator:
         self._finalizer = weakref.finalize(self, _leave, session, bootstrap)
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
     def profile(self) -> OrderingProfile:
         """What the transport promises natively (hal/ordering.py)."""
         return self._session.profile
 
     def team(self, name: str = "world") -> Team:
-        """``"world"``: all ranks. ``"lsa"``: the ranks of this node. ``"rail"``: this rank's local index on all nodes."""
+        """``"world"``: all ranks. ``"lsa"``: those of this node. ``"rail"``: those with my local index on all nodes."""
         per_node = self.world_size // self.config.topology.nodes
         node, local = divmod(self.rank, per_node)
         members = {
@@ -215,7 +221,9 @@ class Communicator:
     def queue(self, index: int = 0) -> Queue:
         """Queue ``index`` of ``config.queues``."""
         if not 0 <= index < self._session.queues:
-            raise ContractError(f"queue must be 0 to {self._session.queues - 1}, not {index}; more by `queues` in the settings")
+            raise ContractError(
+                f"queue must be 0 to {self._session.queues - 1}, not {index}; more by `queues` in the settings"
+            )
         return Queue(self, index)
 
     def wait(self, slot: int, at_least: int, timeout: float | None = None, source: int | None = None) -> int:
@@ -248,13 +256,16 @@ class Communicator:
             wanted = replace(spec, **settings) if spec else ExpertParallelSpec(**settings)
         except TypeError as error:
             raise ContractError(f"ExpertParallel: {error}".replace("ExpertParallelSpec.__init__() ", "")) from None
-        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=self.config.timeout)
+        timeout = self.config.timeout
+        return self._call(ExpertParallel, self._session, self._bootstrap, wanted, timeout=timeout, communicator=self)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this rank failed."""
+        """Leave. Idempotent; never waits for a peer. With ``error`` the peers are told at once that this one failed."""
         if self._closed:
             return
         self._closed = True
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
         if error is not None and self._failure is None:
             self._session.abort(_reason(error))
         self._finalizer.detach()
@@ -317,7 +328,8 @@ def _bundled(comm: Communicator, signal: tuple[Any, ...]) -> tuple[int, int, Sig
     """A put's signal, checked before the put is sent."""
     if not isinstance(signal, tuple) or not 2 <= len(signal) <= 4:
         raise ContractError(f"signal must be (slot, value[, op[, order]]), not {signal!r}")
-    slot, value, op, order = (*signal, SignalOp.ADD, Order.STRONG)[:4] if len(signal) == 2 else (*signal, Order.STRONG)[:4]
+    defaults: tuple[Any, ...] = (SignalOp.ADD, Order.STRONG)
+    slot, value, op, order = signal + defaults[len(signal) - 2 :]
     comm._check_slot(slot)
     _check_u64("signal value", value)
     _word(Order, order, "signal order")
@@ -345,15 +357,10 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _config(cfg: HalConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:
+def _config(cfg: HalConfig | Settings | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:
     """The settings as a checked dataclass."""
-    base = cfg if isinstance(cfg, HalConfig) else HalConfig()
-    given: dict[str, Any] = {}
-    if cfg is not None and not isinstance(cfg, HalConfig):
-        if not isinstance(cfg, Mapping):
-            raise ContractError(f"connect takes a HalConfig or a mapping, not {type(cfg).__name__}")
-        given.update(cfg)
-    given.update(settings)
+    base = HalConfig() if cfg is None else connection_config(cfg)
+    given = dict(settings)
     _check_names(HalConfig, given)
     topology = given.get("topology")
     if isinstance(topology, Mapping):
@@ -383,4 +390,6 @@ def _check_names(kind: Any, given: Mapping[str, Any], prefix: str = "") -> None:
 def _check_topology(config: HalConfig, world_size: int) -> None:
     nodes = config.topology.nodes
     if world_size % nodes:
-        raise ContractError(f"{world_size} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of {world_size}")
+        raise ContractError(
+            f"{world_size} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of {world_size}"
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hal import _validate
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from hal.backend import Received, Session
     from hal.bootstrap import Bootstrap
+    from hal.communicator import Communicator
     from hal.config import ExpertParallelSpec
 
 T = TypeVar("T")
@@ -116,8 +117,16 @@ class ExpertParallel:
     each, zero included. One thread of a rank drives it. Refused input leaves nothing sent and everything usable.
     """
 
-    def __init__(self, session: Session, bootstrap: Bootstrap, spec: ExpertParallelSpec, *, timeout: float) -> None:
-        """``timeout`` (seconds) is the communicator's, for a ``spec`` that states none.
+    def __init__(
+        self,
+        session: Session,
+        bootstrap: Bootstrap,
+        spec: ExpertParallelSpec,
+        *,
+        timeout: float,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """``timeout`` (seconds) is the communicator's, for a ``spec`` that states none. ``communicator`` is kept alive.
 
         Raises ContractError, on every rank, if any rank's settings break a rule or differ from another's.
         """
@@ -128,7 +137,7 @@ class ExpertParallel:
         self._device = self._engine.device
         self._worker: ThreadPoolExecutor | None = None
         self._tail: Future[Any] | None = None
-        self._closed = False
+        self._communicator, self._closed = communicator, False
 
     # --- what a user asks --------------------------------------------------------------------------------------
 
@@ -352,6 +361,8 @@ class ExpertParallel:
     def _check_open(self) -> None:
         if self._closed:
             raise ContractError("this ExpertParallel is closed: make another with comm.expert_parallel(...)")
+        if self._communicator is not None and self._communicator.closed:
+            raise ContractError("the communicator of this ExpertParallel is closed: connect again")
 
     def _buffer(self, name: str, array: Any) -> Buffer:
         try:
@@ -418,9 +429,11 @@ def _agree(bootstrap: Bootstrap, spec: ExpertParallelSpec, world_size: int, time
         completed = _validate.complete_spec(spec, world_size, timeout)
     except ContractError as error:
         refusal = str(error)
-    mine = (_validate.settings_of(completed) if completed else None, refusal)
-    gathered = bootstrap.all_gather(mine)
+    refusals = bootstrap.all_gather(refusal, "ExpertParallelSpec refused")
     if completed is None:
         raise ContractError(refusal)
-    _validate.compare_settings(gathered)
+    for rank, theirs in enumerate(refusals):
+        if theirs:
+            raise ContractError(f"rank {rank} refused its settings: {theirs}")
+    bootstrap.agree("ExpertParallelSpec", asdict(completed))
     return completed

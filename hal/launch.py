@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
-from hal.bootstrap import Bootstrap, Run
-from hal.communicator import Communicator
-from hal.communicator import connect as connect
+from hal.bootstrap import Run
+from hal.communicator import Communicator, connect
 from hal.config import HalConfig
 from hal.errors import ContractError, PeerTimeout
 
@@ -26,6 +26,8 @@ GRACE_SECONDS = 3.0
 """After the first rank failed, how long the others may take to report it themselves."""
 TERM_SECONDS = 1.0
 """Between SIGTERM and SIGKILL."""
+
+__all__ = ["connect", "run", "spawn"]
 
 _T = TypeVar("_T")
 _PR_SET_PDEATHSIG = 1
@@ -45,9 +47,10 @@ def run(
 ) -> int:
     """Start ``argv`` as ``n`` ranks on this machine and wait for them; ``hal run -n N script.py``.
 
-    With ``prefix`` every line of output starts with ``[rank r]``. SIGINT and SIGTERM are forwarded. When one rank fails,
-    the others get a grace to report it, then are ended; none outlives this process, whatever way that ends. ``timeout``
-    (seconds) bounds the whole run. Returns 0, or the first failure's exit status (128 + signal number; 124 at timeout).
+    With ``prefix`` every line of output starts with ``[rank r]``. SIGINT and SIGTERM are forwarded. When one rank
+    fails, the others get a grace to report it, then are ended; none outlives this process, whatever way that ends.
+    ``timeout`` (seconds) bounds the whole run. Returns 0, or the first failure's exit status (128 + signal number; 124
+    at the time limit).
     """
     if n < 1 or nodes < 1 or n % nodes:
         raise ContractError(f"cannot lay out {n} ranks on {nodes} equal nodes")
@@ -192,10 +195,8 @@ class _Ranks:
 
 
 def _kill_group(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _status(code: int) -> int:

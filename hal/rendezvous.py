@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The meeting point of a run: a small server in rank 0 that admits ranks and carries their small collective exchanges.
 
-It listens on an abstract Unix socket, which vanishes with its process, whatever way that ends: no file is left behind and
-none can be stale. It admits only processes of the same user that know the run's token; everybody else is told why not and
-dropped, without disturbing the run, at start-up and later.
+It listens on an abstract Unix socket, which vanishes with its process, whatever way that ends: no file is left behind
+and none can be stale. It admits only processes of the same user that know the run's token; everybody else is told why
+not and dropped, without disturbing the run, at start-up and later.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class _Connection:
 class Server(threading.Thread):
     """Serves one communicator's ranks until rank 0 closes its own end.
 
-    From a member: ``{"gather": n, "what": ..., "value": ...}``, ``{"who": n}`` (its patience with gather n, or with the
-    rendezvous if n is null, has ended), ``{"bye": reason or null}``. To a member: ``{"ready": true}``, ``{"gathered": n,
-    "values": [...]}``, ``{"mismatch": text}``, ``{"fault": rank, "present": count, "reason": text}``, ``{"refused": text}``.
+    A member says ``{"gather": n, "what": ..., "value": ...}``, ``{"who": n}`` (its patience with gather n, or with the
+    rendezvous if n is null, has ended) or ``{"bye": reason or null}``. It hears ``{"ready": true}``, ``{"gathered": n,
+    "values": [...]}``, ``{"mismatch": text}``, ``{"fault": rank, "present": count, "reason": text}`` or ``{"refused":
+    text}``.
     """
 
     def __init__(self, listener: socket.socket, own: socket.socket, world_size: int, hello: dict[str, Any]) -> None:

@@ -38,7 +38,9 @@ class Ranks:
         self.nbytes = sum(size for _, size in _engine.buffer_parts(shape))
         self.world = _engine.ThreadWorld(ranks, queues, self.nbytes + GUARD, timeout, lazy)
         self.fabrics = [_engine.ThreadFabric(self.world, r) for r in range(ranks)]
-        self.windows = [np.frombuffer(_engine.memory(_engine.window_address(f), f.size, False), np.uint8) for f in self.fabrics]
+        self.windows = [
+            np.frombuffer(_engine.memory(_engine.window_address(f), f.size, False), np.uint8) for f in self.fabrics
+        ]
         for window in self.windows:
             window[self.nbytes :] = 0xA5
         self.engines = [HostEngine.over_fabric(f, spec, nodes, ranks) for f in self.fabrics]
@@ -86,8 +88,10 @@ def random_tokens(
     """Rows and distinct experts at random; ``none`` of the ids become -1, ``skew`` of the tokens go to the same experts."""
 
     def ids(tokens: int) -> Any:
-        idx = np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(tokens)]) if tokens else np.empty(
-            (0, spec.top_k)
+        idx = (
+            np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(tokens)])
+            if tokens
+            else np.empty((0, spec.top_k))
         )
         idx = np.where(rng.random((tokens, 1)) < skew, np.arange(spec.top_k), idx)
         return np.where(rng.random(idx.shape) < none, -1, idx).astype(rng.choice(["int32", "int64"]))
@@ -176,7 +180,11 @@ def expect_combine(
     for rank in range(world.ranks):
         got_y, got_weights = results[rank]
         same_bits(f"rank {rank} y", to_kind(got_y, "numpy"), y[rank])
-        same_bits(f"rank {rank} returned weights", None if got_weights is None else to_kind(got_weights, "numpy"), weights[rank])
+        same_bits(
+            f"rank {rank} returned weights",
+            None if got_weights is None else to_kind(got_weights, "numpy"),
+            weights[rank],
+        )
 
 
 def round_trip(

@@ -15,6 +15,7 @@ import numpy as np
 
 from hal.arrays import NUMPY_DTYPES, as_buffer, as_numpy
 from hal.backend import Received
+from hal.bootstrap import Bootstrap
 from hal.config import ExpertParallelSpec
 from hal.expert_parallel import ExpertParallel
 
@@ -47,7 +48,9 @@ class Rank:
         self.rank, self.world_size, self.meeting, self._turn = rank, meeting.ranks, meeting, 0
         self.engine: Engine | None = None
 
-    def all_gather(self, value: Any) -> list[Any]:
+    agree = Bootstrap.agree
+
+    def all_gather(self, value: Any, what: str = "") -> list[Any]:
         self._turn += 1
         self.meeting.put("bootstrap", self._turn, self.rank, value)
         return self.meeting.get("bootstrap", self._turn)

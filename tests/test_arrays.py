@@ -8,17 +8,24 @@ import subprocess
 import sys
 import weakref
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from hal import _dlpack
 from hal.arrays import ITEMSIZE, NUMPY_DTYPES, Buffer, as_buffer, as_numpy, dtype_name, kind_of, to_kind
 from hal.errors import ContractError
 
-jax.config.update("jax_enable_x64", True)  # int64 has no zero-copy form in JAX without it
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'moe-hal[torch]'")
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'moe-hal[jax]'")
+jnp = jax.numpy
+
+
+@pytest.fixture(autouse=True)
+def _wide_types():
+    """int64 has no zero-copy form in JAX without them."""
+    with jax.enable_x64(True):
+        yield
+
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "int64", "uint8"]
 LIBRARIES = ["numpy", "torch", "jax"]

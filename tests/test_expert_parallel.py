@@ -96,8 +96,8 @@ def test_each_differing_setting_is_named_with_both_values():
 
     texts = run(4, one)
     assert len(set(texts)) == 1
-    assert "hidden is 16 on rank 0 but 32 on rank 2" in texts[0]
-    assert "layout is 'rank' on rank 0 but 'expert' on rank 2" in texts[0]
+    assert "rank 2 has hidden=32 where rank 0 has 16" in texts[0]
+    assert "rank 2 has layout='expert' where rank 0 has 'rank'" in texts[0]
 
 
 def test_defaults_are_filled_in():

@@ -46,12 +46,9 @@ class HostSession:
         """Collective."""
         self.config, self.transport = config, transport
         self.rank, self.world_size, self.queues = transport.rank, transport.world_size, transport.queues
+        self.profile: OrderingProfile = transport.profile
         self._slots = transport.allocate((config.signal_slots + self.world_size) * SLOT_BYTES)
         self._barriers = [0] * self.world_size
-
-    @property
-    def profile(self) -> OrderingProfile:
-        return self.transport.profile
 
     def allocate(self, nbytes: int) -> int:
         self._require_usable()
@@ -67,14 +64,16 @@ class HostSession:
     def fabric(self, window: int, timeout: float | None = None) -> ShmFabric | AnyFabric:
         """What compiled kernels run on: inlined shared memory, or calls to any other transport."""
         self._require_usable()
-        kind = ShmFabric if isinstance(self.transport, ShmTransport) else AnyFabric
-        return kind(self.transport, window, self.config.timeout if timeout is None else timeout)
+        seconds = self.config.timeout if timeout is None else timeout
+        transport: Any = self.transport
+        if isinstance(transport, ShmTransport):
+            return ShmFabric(transport, window, seconds)
+        return AnyFabric(transport, window, seconds)
 
     def put(self, window: int, dst_offset: int, src: Buffer, peer: int, queue: int, order: Order) -> None:
         self._require_usable()
-        nbytes = int(np.prod(src.shape, dtype=np.int64)) * np.dtype(src.dtype).itemsize
-        if nbytes:
-            self.transport.put(window, queue, peer, dst_offset, memory(src.ptr, nbytes, True), order)
+        if src.nbytes:
+            self.transport.put(window, queue, peer, dst_offset, memory(src.ptr, src.nbytes, True), order)
 
     def signal(self, slot: int, peer: int, value: int, op: SignalOp, queue: int, order: Order) -> None:
         self._require_usable()
@@ -94,8 +93,8 @@ class HostSession:
         self.transport.quiet(queue, -1 if peer is None else peer, scope)
 
     def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None:
-        """Every member counts up its slot at every other member, then waits for theirs. Counts are kept for each pair of
-        ranks, so barriers of different teams may alternate."""
+        """Every member counts up its slot at every other member, then waits for theirs. Counts are kept for each pair
+        of ranks, so barriers of different teams may alternate."""
         self._require_usable()
         if complete:
             for queue in range(self.queues):
@@ -126,6 +125,3 @@ class HostSession:
     def _require_usable(self) -> None:
         if self.transport.failed:
             raise HalError("this communicator was closed or met a PeerTimeout, and can only be closed; connect again")
-
-
-__all__: list[Any] = ["SLOT_BYTES", "HostBackend", "HostSession"]

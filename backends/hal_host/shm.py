@@ -25,7 +25,7 @@ CONTROL_BYTES = 4096
 """Of the control window: one page for each rank (kernels_host/transport/control_block.hpp)."""
 
 
-class Shm(ShmTransport):  # type: ignore[misc]  # a C++ class
+class Shm(ShmTransport):
     """One rank's shared memory. Nothing of it has a name: it vanishes with the last process that uses it."""
 
     def __init__(self, config: HalConfig, bootstrap: Bootstrap) -> None:
@@ -41,7 +41,7 @@ class Shm(ShmTransport):  # type: ignore[misc]  # a C++ class
     def profile(self) -> OrderingProfile:
         from hal.ordering import profile
 
-        return profile("lsa")
+        return profile("shm")
 
     def allocate(self, nbytes: int) -> int:
         """Collective. ContractError if sizes differ between ranks, CapacityError if this machine has not the memory."""
@@ -102,7 +102,7 @@ class Shm(ShmTransport):  # type: ignore[misc]  # a C++ class
         """Send this rank's descriptor to every peer and take theirs."""
         received: dict[int, int] = {}
         try:
-            for peer, link in enumerate(self._links):
+            for link in self._links:
                 if link is not None:
                     link.settimeout(self._bootstrap.timeout)
                     with suppress(OSError):  # a lost peer is reported by the read below

@@ -39,9 +39,7 @@ class HostTransport(Protocol):
 
     def free(self, window: int) -> None: ...
 
-    def put(
-        self, window: int, queue: int, peer: int, dst_offset: int, src: memoryview, order: Order
-    ) -> None:
+    def put(self, window: int, queue: int, peer: int, dst_offset: int, src: memoryview, order: Order) -> None:
         """``src`` stays unchanged until ``quiet(SOURCE)``. ``peer`` may be this rank."""
 
     def signal(
@@ -52,8 +50,8 @@ class HostTransport(Protocol):
     def wait(
         self, window: int, slot_offset: int, at_least: int, source: int, queue: int, stage: str, timeout: float
     ) -> int:
-        """The value of this rank's word once it is ``>= at_least``. PeerTimeout after ``timeout`` seconds, or when a peer
-        is known to be dead. ``source`` is the rank whose signal is awaited, -1 for any."""
+        """The value of this rank's word once it is ``>= at_least``. PeerTimeout after ``timeout`` seconds, or when a
+        peer is known to be dead. ``source`` is the rank whose signal is awaited, -1 for any."""
 
     def quiet(self, queue: int, peer: int, scope: QuietScope) -> None:
         """``peer`` < 0: all peers on that queue."""

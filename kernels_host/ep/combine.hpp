@@ -161,6 +161,9 @@ class Combine {
         const std::size_t index = std::size_t(other_index(node, node_)), k = std::size_t(s_.top_k);
         const Forward& fwd = round.state->route->forwards[index];
         const int home = rail_of(s_, me_, node);
+        // send() waited for this node's homes only; this one may still be summing the staging's last round.
+        const std::uint64_t credit = wanted_credit(round.epoch, std::uint64_t(s_.num_buffers));
+        if (credit) f_.wait(l_.signal(Sig::credit, std::uint64_t(home)), credit, home, 0, "combine credit");
         RowWriter<Fabric> writer(f_, s_.completion, home, home_area(round), arrival(Sig::home, round, me_), fwd.routing.tokens);
         for (std::int32_t t = 0; t < fwd.routing.tokens; ++t) {
             std::byte* y = partial_[stage(round)].data() + (first + std::size_t(t)) * row_bytes();

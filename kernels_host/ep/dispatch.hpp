@@ -9,6 +9,7 @@
 // its owner offered it in this round's ready word. Headers are two rounds deep: a rank sends header e + 2 after it got
 // every peer's ready word of e + 1, which a peer sends after it has read all headers of e.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -454,31 +455,35 @@ class Dispatch {
             for (int source = 0; source < s_.ranks; ++source) {
                 const Received& r = received(route, source, g);
                 pad(out, done, r.place);
-                if (s_.layout == Layout::expert) out.tokens_per_expert[g] += std::int32_t(r.count);
-                for (std::int64_t row = r.place; row < r.place + r.count; ++row) hand_out_row(round.slot, row, g, out);
+                if (r.count) hand_out_rows(round.slot, r, g, out);
                 done = r.place + r.count;
             }
         pad(out, done, route.starts.back());
         if (out.expert_offsets) std::memcpy(out.expert_offsets, route.starts.data(), 8 * route.starts.size());
     }
 
-    void hand_out_row(std::uint32_t slot, std::int64_t row, int group, const DispatchOutput& out) {
-        const std::size_t k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim), r = std::size_t(row);
-        const std::byte* meta = f_.read(receive_area(slot).meta(std::uint64_t(row)), std::size_t(meta_bytes(s_)));
-        const auto* ids = reinterpret_cast<const std::int32_t*>(meta) + scales;
-        const auto* weights = reinterpret_cast<const float*>(ids + k);
-        const std::int32_t first = me_ * local_experts(s_);
-        if (scales) std::memcpy(out.scales + r * scales, meta, 4 * scales);
-        for (std::size_t j = 0; j < k; ++j) {
-            const std::int32_t local = ids[j] - first;
-            const bool mine = ids[j] >= first && local < local_experts(s_);
-            if (s_.layout == Layout::rank) {
-                out.topk_idx[r * k + j] = mine ? local : -1;
-                out.topk_weights[r * k + j] = mine ? weights[j] : 0.0F;
+    // The rows' records into the caller's planes, global ids as local ones.
+    void hand_out_rows(std::uint32_t slot, const Received& r, int group, const DispatchOutput& out) {
+        const std::size_t k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim), stride = std::size_t(meta_bytes(s_));
+        const std::int32_t local_count = local_experts(s_), first = me_ * local_count;
+        const std::byte* meta = f_.read(receive_area(slot).meta(std::uint64_t(r.place)), stride * std::size_t(r.count));
+        if (s_.layout == Layout::expert) out.tokens_per_expert[group] += std::int32_t(r.count);
+        for (std::size_t row = std::size_t(r.place); row < std::size_t(r.place + r.count); ++row, meta += stride) {
+            const auto* ids = reinterpret_cast<const std::int32_t*>(meta) + scales;
+            const auto* weights = reinterpret_cast<const float*>(ids + k);
+            if (scales) std::memcpy(out.scales + row * scales, meta, 4 * scales);
+            if (s_.layout == Layout::expert) {
+                const std::int32_t* at = std::find(ids, ids + k, first + group);
+                out.topk_idx[row] = group;
+                out.topk_weights[row] = weights[at - ids];
+                continue;
+            }
+            for (std::size_t j = 0; j < k; ++j) {
+                const std::int32_t local = ids[j] - first;
+                const bool mine = std::uint32_t(local) < std::uint32_t(local_count);
+                out.topk_idx[row * k + j] = mine ? local : -1;
+                out.topk_weights[row * k + j] = mine ? weights[j] : 0.0F;
                 if (mine) ++out.tokens_per_expert[local];
-            } else if (local == group) {
-                out.topk_idx[r] = group;
-                out.topk_weights[r] = weights[j];
             }
         }
     }

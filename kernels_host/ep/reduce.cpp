@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ep/reduce.hpp"
 
-#include <algorithm>
-#include <bit>
 #include <cstring>
 
 // One binary for every x86-64: the loader picks the widest clone. The arithmetic is the same in each (no contraction).
@@ -11,99 +9,154 @@
 #else
 #define HAL_VECTOR_CLONES
 #endif
+#define HAL_INLINE inline __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors never cross a call: everything here is inlined
 
 namespace hal::ep {
 namespace {
 
-using u16 = std::uint16_t;
-using u32 = std::uint32_t;
+using F = float __attribute__((vector_size(64)));
+using U = std::uint32_t __attribute__((vector_size(64)));
+using I = std::int32_t __attribute__((vector_size(64)));
 
-inline __attribute__((always_inline)) float from_bits(u32 b) { return std::bit_cast<float>(b); }
-inline __attribute__((always_inline)) u32 to_bits(float f) { return std::bit_cast<u32>(f); }
+// 32 elements as two vectors of float32. The 16-bit types split into even and odd elements, which needs no lane to move.
+constexpr std::size_t kUnit = 32;
+struct Unit {
+    F a, b;
+};
 
-// Each conversion is branch-free, so that its loop becomes vector code.
+// `mask` lanes are all ones or all zeros, as comparisons give them.
+template <class Mask>
+HAL_INLINE U choose(Mask mask, U yes, U no) {
+    return (U(mask) & yes) | (~U(mask) & no);
+}
+
+HAL_INLINE U read_words(const std::byte* from) {
+    U v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+HAL_INLINE void write_words(std::byte* to, U v) { std::memcpy(to, &v, sizeof v); }
+
 struct Bf16 {
-    using Stored = u16;
-    static inline __attribute__((always_inline)) float load(u16 v) { return from_bits(u32(v) << 16); }
-    // Nearest, ties to even; a NaN becomes the quiet NaN of its sign.
-    static inline __attribute__((always_inline)) u16 store(float f) {
-        const u32 b = to_bits(f);
-        const u32 rounded = (b + 0x7fffu + (b >> 16 & 1u)) >> 16;
-        const u32 nan = (b >> 16 & 0x8000u) | 0x7fc0u;
-        return u16((b & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    static constexpr std::size_t kBytes = 2;
+    static HAL_INLINE Unit read(const std::byte* from) {
+        const U v = read_words(from);
+        return {F(v << 16), F(v & 0xffff0000u)};
+    }
+    static HAL_INLINE void write(std::byte* to, const Unit& u) {
+        write_words(to, round(u.a) >> 16 | (round(u.b) & 0xffff0000u));
+    }
+    // Nearest, ties to even, in the upper half; a NaN becomes the quiet NaN of its sign.
+    static HAL_INLINE U round(F f) {
+        const U b = U(f), rounded = b + 0x7fffu + (b >> 16 & 1u), nan = (b & 0x80000000u) | 0x7fc00000u;
+        return choose((b & 0x7fffffffu) > 0x7f800000u, nan, rounded);
     }
 };
 
 struct Fp16 {
-    using Stored = u16;
-    static inline __attribute__((always_inline)) float load(u16 v) {
-        const u32 sign = u32(v & 0x8000u) << 16, magnitude = u32(v & 0x7fffu) << 13;
-        const u32 normal = magnitude + (112u << 23);
-        // Subnormals: the magnitude as an integer, scaled exactly by 2^-24.
-        const u32 tiny = to_bits(float(std::int32_t(v & 0x7fffu)) * from_bits(103u << 23));
-        const u32 special = magnitude | 0x7f800000u;
-        const u32 finite = magnitude < (1u << 23) ? tiny : normal;
-        return from_bits(sign | (magnitude >= (31u << 23) ? special : finite));
+    static constexpr std::size_t kBytes = 2;
+    static HAL_INLINE Unit read(const std::byte* from) {
+        const U v = read_words(from);
+        return {expand(v & 0xffffu), expand(v >> 16)};
     }
-    static inline __attribute__((always_inline)) u16 store(float f) {
-        const u32 b = to_bits(f), sign = b >> 16 & 0x8000u, a = b & 0x7fffffffu;
-        const u32 normal = (a - (112u << 23) + 0xfffu + (a >> 13 & 1u)) >> 13;
+    static HAL_INLINE void write(std::byte* to, const Unit& u) { write_words(to, round(u.a) | round(u.b) << 16); }
+    static HAL_INLINE F expand(U bits) {
+        const U sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+        // Subnormals: the magnitude as an integer, scaled exactly by 2^-24.
+        const U tiny = U(__builtin_convertvector(I(bits & 0x7fffu), F) * 0x1p-24F);
+        const U finite = choose(magnitude < (1u << 23), tiny, magnitude + (112u << 23));
+        return F(sign | choose(magnitude >= (31u << 23), magnitude | 0x7f800000u, finite));
+    }
+    static HAL_INLINE U round(F f) {
+        const U b = U(f), sign = b >> 16 & 0x8000u, a = b & 0x7fffffffu;
+        const U normal = (a - (112u << 23) + 0xfffu + (a >> 13 & 1u)) >> 13;
         // Below 2^-14 the sum with 0.5 rounds to a multiple of 2^-24, ties to even, by itself.
-        const u32 tiny = to_bits(from_bits(a) + 0.5F) - to_bits(0.5F);
-        const u32 finite = a < (113u << 23) ? tiny : normal;
-        const u32 large = a >= 0x47800000u ? 0x7c00u : finite;  // 2^16 and above: infinity
-        const u32 nan = 0x7c00u + (a >> 13 & 0x3ffu);           // payload kept, as NumPy keeps it
-        const u32 some_nan = nan == 0x7c00u ? 0x7c01u : nan;
-        return u16(sign | (a > 0x7f800000u ? some_nan : large));
+        const U tiny = U(F(a) + 0.5F) - 0x3f000000u;
+        const U finite = choose(a < (113u << 23), tiny, normal);
+        const U large = choose(a >= 0x47800000u, U{} + 0x7c00u, finite);  // 2^16 and above: infinity
+        const U payload = 0x7c00u + (a >> 13 & 0x3ffu);                   // of a NaN, kept as NumPy keeps it
+        const U nan = choose(payload == 0x7c00u, U{} + 0x7c01u, payload);
+        return sign | choose(a > 0x7f800000u, nan, large);
     }
 };
 
 struct Fp32 {
-    using Stored = float;
-    static inline __attribute__((always_inline)) float load(float v) { return v; }
-    static inline __attribute__((always_inline)) float store(float v) { return v; }
+    static constexpr std::size_t kBytes = 4;
+    static HAL_INLINE Unit read(const std::byte* from) {
+        Unit u;
+        std::memcpy(&u.a, from, sizeof u.a);
+        std::memcpy(&u.b, from + sizeof u.a, sizeof u.b);
+        return u;
+    }
+    static HAL_INLINE void write(std::byte* to, const Unit& u) {
+        std::memcpy(to, &u.a, sizeof u.a);
+        std::memcpy(to + sizeof u.a, &u.b, sizeof u.b);
+    }
 };
 
-constexpr std::size_t kChunk = 512;  // accumulators stay in the first-level cache
-
+// `n` <= 32 elements; the last unit of a row may be short.
 template <class T>
-inline __attribute__((always_inline)) void add_row(float* acc, const void* row, std::size_t at, std::size_t n) {
-    const auto* v = static_cast<const typename T::Stored*>(row) + at;
-    for (std::size_t i = 0; i < n; ++i) acc[i] += T::load(v[i]);
+HAL_INLINE Unit load_unit(const void* row, std::size_t at, std::size_t n) {
+    const auto* from = static_cast<const std::byte*>(row) + at * T::kBytes;
+    if (n == kUnit) return T::read(from);
+    std::byte whole[kUnit * T::kBytes] = {};
+    std::memcpy(whole, from, n * T::kBytes);
+    return T::read(whole);
 }
 template <class T>
-inline __attribute__((always_inline)) void add_scaled(float* acc, const void* row, float w, std::size_t at, std::size_t n) {
-    const auto* v = static_cast<const typename T::Stored*>(row) + at;
-    for (std::size_t i = 0; i < n; ++i) acc[i] += w * T::load(v[i]);
-}
-template <class T>
-inline __attribute__((always_inline)) void add_range(float* acc, const Sum& s, int from, int until, std::size_t at,
-                                                     std::size_t n) {
-    for (int r = from; r < until; ++r) {
-        if (s.weights)
-            add_scaled<T>(acc, s.rows[r], s.weights[r], at, n);
-        else
-            add_row<T>(acc, s.rows[r], at, n);
-    }
+HAL_INLINE void store_unit(void* row, std::size_t at, std::size_t n, const Unit& u) {
+    auto* to = static_cast<std::byte*>(row) + at * T::kBytes;
+    if (n == kUnit) return T::write(to, u);
+    std::byte whole[kUnit * T::kBytes];
+    T::write(whole, u);
+    std::memcpy(to, whole, n * T::kBytes);
 }
 
-template <class T>
-inline __attribute__((always_inline)) void sum_all(const Sum& s, std::size_t width, void* y) {
-    auto* out = static_cast<typename T::Stored*>(y);
-    float acc[kChunk], inner[kChunk];
-    for (std::size_t at = 0; at < width; at += kChunk) {
-        const std::size_t n = std::min(kChunk, width - at);
-        std::fill(acc, acc + n, 0.0F);
-        add_range<T>(acc, s, 0, s.inner_begin, at, n);
-        if (s.inner_end > s.inner_begin) {
-            std::fill(inner, inner + n, 0.0F);
-            add_range<T>(inner, s, s.inner_begin, s.inner_end, at, n);
-            for (std::size_t i = 0; i < n; ++i) acc[i] += inner[i];
+// Adds rows [from, until) to W units of accumulators, which stay in registers.
+template <class T, int W, bool kWeighted>
+HAL_INLINE void add_rows(Unit (&acc)[W], const Sum& s, int from, int until, std::size_t at, std::size_t n) {
+    for (int r = from; r < until; ++r)
+        for (int w = 0; w < W; ++w) {
+            const Unit row = load_unit<T>(s.rows[r], at + std::size_t(w) * kUnit, n);
+            acc[w].a += kWeighted ? s.weights[r] * row.a : row.a;
+            acc[w].b += kWeighted ? s.weights[r] * row.b : row.b;
         }
-        add_range<T>(acc, s, s.inner_end, s.count, at, n);
-        for (int b = 0; b < s.bias_count; ++b) add_row<T>(acc, s.bias[b], at, n);
-        for (std::size_t i = 0; i < n; ++i) out[at + i] = T::store(acc[i]);
+}
+
+// Columns [at, at + W * 32), or the last n < 32.
+template <class T, int W, bool kWeighted>
+HAL_INLINE void sum_strip(const Sum& s, std::size_t at, std::size_t n, void* y) {
+    Unit acc[W]{};
+    add_rows<T, W, kWeighted>(acc, s, 0, s.inner_begin, at, n);
+    if (s.inner_end > s.inner_begin) {
+        Unit inner[W]{};
+        add_rows<T, W, kWeighted>(inner, s, s.inner_begin, s.inner_end, at, n);
+        for (int w = 0; w < W; ++w) acc[w] = {acc[w].a + inner[w].a, acc[w].b + inner[w].b};
     }
+    add_rows<T, W, kWeighted>(acc, s, s.inner_end, s.count, at, n);
+    for (int b = 0; b < s.bias_count; ++b)
+        for (int w = 0; w < W; ++w) {
+            const Unit bias = load_unit<T>(s.bias[b], at + std::size_t(w) * kUnit, n);
+            acc[w] = {acc[w].a + bias.a, acc[w].b + bias.b};
+        }
+    for (int w = 0; w < W; ++w) store_unit<T>(y, at + std::size_t(w) * kUnit, n, acc[w]);
+}
+
+template <class T, bool kWeighted>
+HAL_INLINE void sum_row(const Sum& s, std::size_t width, void* y) {
+    std::size_t at = 0;
+    for (; at + 2 * kUnit <= width; at += 2 * kUnit) sum_strip<T, 2, kWeighted>(s, at, kUnit, y);
+    for (; at + kUnit <= width; at += kUnit) sum_strip<T, 1, kWeighted>(s, at, kUnit, y);
+    if (at < width) sum_strip<T, 1, kWeighted>(s, at, width - at, y);
+}
+
+template <class T>
+HAL_INLINE void sum_all(const Sum& s, std::size_t width, void* y) {
+    if (s.weights)
+        sum_row<T, true>(s, width, y);
+    else
+        sum_row<T, false>(s, width, y);
 }
 
 HAL_VECTOR_CLONES void sum_bf16(const Sum& s, std::size_t width, void* y) { sum_all<Bf16>(s, width, y); }

@@ -42,9 +42,10 @@ struct Routing {
 inline void append_stops(const EpShape& s, const std::int32_t* ids, std::int32_t first, std::int32_t end,
                          std::vector<Stop>& stops) {
     const std::size_t begin = stops.size();
+    const std::int32_t per_destination = s.layout == Layout::rank ? local_experts(s) : 1;
     for (std::int32_t j = 0; j < s.top_k; ++j) {
         if (ids[j] == -1) continue;
-        const std::int32_t d = destination_of(s, ids[j]);
+        const std::int32_t d = ids[j] / per_destination;
         if (d < first || d >= end) continue;
         std::size_t at = stops.size();
         bool known = false;

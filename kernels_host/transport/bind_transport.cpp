@@ -51,7 +51,8 @@ void raise_pending_signals() {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-void put_bytes(Transport& t, int window, int queue, int peer, std::size_t dst_offset, const py::buffer& src, int order) {
+void put_bytes(Transport& t, int window, int queue, int peer, std::size_t dst_offset, const py::buffer& src,
+               int order) {
     const auto strength = word<Order>(order, 3, "order");
     py::buffer_info info = src.request();
     const auto nbytes = static_cast<std::size_t>(info.size * info.itemsize);
@@ -60,7 +61,8 @@ void put_bytes(Transport& t, int window, int queue, int peer, std::size_t dst_of
 }
 
 void bind_base(py::module_& m) {
-    py::class_<Transport, PyTransport>(m, "Transport", R"(Moves bytes between ranks; the base class of every transport of the host backend.
+    py::class_<Transport, PyTransport>(
+        m, "Transport", R"(Moves bytes between ranks; the base class of every transport of the host backend.
 
 A transport written in Python overrides what is listed in hal_host/transport.py and gets the same compiled dispatch and
 combine kernels as shared memory.)")
@@ -148,8 +150,9 @@ void bind_transport(py::module_& m) {
         "memory",
         [](std::uintptr_t ptr, std::size_t nbytes, bool readonly) {
             auto* address = reinterpret_cast<void*>(ptr);  // NOLINT(performance-no-int-to-ptr)
-            return readonly ? py::memoryview::from_memory(const_cast<const void*>(address), static_cast<py::ssize_t>(nbytes))
-                            : py::memoryview::from_memory(address, static_cast<py::ssize_t>(nbytes));
+            return readonly
+                       ? py::memoryview::from_memory(const_cast<const void*>(address), static_cast<py::ssize_t>(nbytes))
+                       : py::memoryview::from_memory(address, static_cast<py::ssize_t>(nbytes));
         },
         "ptr"_a, "nbytes"_a, "readonly"_a, "Bytes at an address, which the caller keeps alive.");
 }

@@ -19,7 +19,8 @@ class SharedText {
     void store(const std::string& text) {
         for (std::size_t w = 0; w < words_.size(); ++w) {
             std::uint64_t word = 0;
-            if (w * 8 < text.size()) std::memcpy(&word, text.data() + w * 8, std::min<std::size_t>(8, text.size() - w * 8));
+            if (w * 8 < text.size())
+                std::memcpy(&word, text.data() + w * 8, std::min<std::size_t>(8, text.size() - w * 8));
             words_[w].store(word, std::memory_order_relaxed);
         }
     }

@@ -18,7 +18,8 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void fail(const char* what, std::size_t nbytes, int error) {
-    throw std::system_error(error, std::generic_category(), std::string(what) + " of " + std::to_string(nbytes) + " bytes");
+    throw std::system_error(error, std::generic_category(),
+                            std::string(what) + " of " + std::to_string(nbytes) + " bytes");
 }
 
 std::size_t round_to_page(std::size_t nbytes) {
@@ -40,7 +41,7 @@ int ShmSegment::create(std::size_t nbytes) {
 }
 
 ShmSegment::ShmSegment(int fd, std::size_t nbytes) : nbytes_(nbytes), mapped_(round_to_page(nbytes)) {
-    struct stat info {};
+    struct stat info{};
     if (fstat(fd, &info) != 0) fail("fstat", nbytes, errno);
     const int seals = fcntl(fd, F_GET_SEALS);
     if (static_cast<std::size_t>(info.st_size) != mapped_ || seals < 0 || (seals & kSeals) != kSeals)

@@ -27,7 +27,8 @@ constexpr int kInterruptTurns = 10;  // fault intervals between two looks for Ct
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
-    const timespec ts{static_cast<time_t>(limit.count() / 1'000'000'000), static_cast<long>(limit.count() % 1'000'000'000)};
+    const timespec ts{static_cast<time_t>(limit.count() / 1'000'000'000),
+                      static_cast<long>(limit.count() % 1'000'000'000)};
     syscall(SYS_futex, &word, FUTEX_WAIT, expected, &ts, nullptr, 0);
 }
 
@@ -95,7 +96,8 @@ std::byte* checked_slot(const ShmWindow& window, int peer, std::size_t offset) {
 
 }  // namespace
 
-void ShmTransport::put(int id, int, int peer, std::size_t dst_offset, const void* src, std::size_t nbytes, Order order) {
+void ShmTransport::put(int id, int, int peer, std::size_t dst_offset, const void* src, std::size_t nbytes,
+                       Order order) {
     require_usable();
     std::byte* target = checked(*window(id), peer, dst_offset, nbytes);
     if (nbytes != 0) shm_put(target, src, nbytes, order);
@@ -184,8 +186,10 @@ std::pair<int, std::string> ShmTransport::root_of_stall(int source) const {
         const ControlBlock& block = *controls_[static_cast<std::size_t>(root)];
         const int next = block.waiting_for();
         if (next < 0) break;
-        const std::string link = rank_name(root) + " waits for " + rank_name(next) + " in stage '" + block.stage.load() + "'";
-        if (visited.count(next) != 0) return {source, "no answer: the ranks wait for each other (" + through + link + ")"};
+        const std::string link =
+            rank_name(root) + " waits for " + rank_name(next) + " in stage '" + block.stage.load() + "'";
+        if (visited.count(next) != 0)
+            return {source, "no answer: the ranks wait for each other (" + through + link + ")"};
         through += link + ", ";
         root = next;
     }
@@ -233,7 +237,8 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
         const double left = timeout - seconds_since(start);
         if (left <= 0) throw fail(root_of_stall(source));
         if (turn % kInterruptTurns == kInterruptTurns - 1) check_interrupts();
-        const auto limit = std::min(std::chrono::duration<double>(left), std::chrono::duration<double>(next_fault_check - now));
+        const auto limit =
+            std::min(std::chrono::duration<double>(left), std::chrono::duration<double>(next_fault_check - now));
         futex_wait(own().bell, bell, std::chrono::duration_cast<std::chrono::nanoseconds>(limit));
     }
 }

@@ -23,7 +23,8 @@ inline void shm_put(std::byte* target, const void* src, std::size_t nbytes, Orde
         // An aligned word is never seen torn: protocols use an 8-byte strong put as a signal.
         std::uint64_t word;
         std::memcpy(&word, src, 8);
-        std::atomic_ref<std::uint64_t>(*reinterpret_cast<std::uint64_t*>(target)).store(word, std::memory_order_relaxed);
+        std::atomic_ref<std::uint64_t>(*reinterpret_cast<std::uint64_t*>(target))
+            .store(word, std::memory_order_relaxed);
         return;
     }
     std::memcpy(target, src, nbytes);

@@ -25,8 +25,8 @@ class Transport {
     Transport(int rank, int world_size, int queues) : rank_(rank), world_size_(world_size), queues_(queues) {
         if (world_size < 1 || rank < 0 || rank >= world_size || queues < 1)
             throw ContractViolation("a transport needs 0 <= rank < world_size and queues >= 1, not rank " +
-                                    std::to_string(rank) + ", world_size " + std::to_string(world_size) +
-                                    ", queues " + std::to_string(queues));
+                                    std::to_string(rank) + ", world_size " + std::to_string(world_size) + ", queues " +
+                                    std::to_string(queues));
     }
     Transport(const Transport&) = delete;
     Transport& operator=(const Transport&) = delete;

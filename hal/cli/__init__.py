@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``hal`` command.
+
+A command is one module of this package with ``add_arguments(parser)`` and ``run(args) -> int`` (the exit status), and one
+line in :data:`COMMANDS`. Only the module of the command that was asked for is imported. Settings are Hydra overrides
+(``key=value``) behind the options; see :mod:`hal.compose`.
+
+Exit status: 0 done; 1 the work failed or its check did; 2 the user asked for something that cannot be done, with one line
+on stderr. ``HAL_DEBUG=1`` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hal.errors import BackendUnavailable, CapacityError, ContractError, HalError
+
+COMMANDS = {
+    "demo": "run a mixture-of-experts layer stack over a text, and check it",
+    "run": "start N ranks of a program on this machine",
+    "bench": "measure dispatch, combine, put or signal, and check the results",
+    "size": "explain the symmetric memory that a workload needs",
+    "doctor": "say which backends and transports work here, and how to mend the others",
+    "backends": "list backends and transports",
+    "env": "print the versions that a bug report needs",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake, and exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help shows what there is)\n")
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """The trailing ``key=value`` arguments."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings, for example workload=v3_decode topology.nodes=2"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``hal COMMAND …`` and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        from hal import __version__
+
+        print(f"hal {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"hal: no command '{words[0]}'; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return _guarded(words[0], words[1:])
+
+
+def _guarded(name: str, words: list[str]) -> int:
+    """Run one command; a mistake of the user is one line, not a traceback."""
+    try:
+        return _run(name, words)
+    except (ContractError, CapacityError, BackendUnavailable) as error:
+        return _complain(name, error, 2)
+    except HalError as error:
+        return _complain(name, error, 1)
+    except BrokenPipeError:  # `hal … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(name: str, words: list[str]) -> int:
+    module = importlib.import_module(f"hal.cli.{name}")
+    parser = _Parser(prog=f"hal {name}", description=module.__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    module.add_arguments(parser)
+    takes_rest = any(action.nargs == argparse.REMAINDER for action in parser._actions)
+    # Intermixed: `hal bench dispatch workload=small --json out.json layout=expert` reads as a person means it.
+    args = parser.parse_args(words) if takes_rest else parser.parse_intermixed_args(words)
+    status: int = module.run(args)
+    return status
+
+
+def _complain(name: str, error: Exception, status: int) -> int:
+    if os.environ.get("HAL_DEBUG") == "1":
+        raise error
+    print(f"hal {name}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def _usage() -> str:
+    lines = ["usage: hal COMMAND [options] [key=value …]", ""]
+    lines += [f"  {name:<9} {text}" for name, text in COMMANDS.items()]
+    lines += ["", "hal COMMAND --help says more. Settings: docs/configuration.md."]
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command's own ranks: processes on this machine that run one function each and hand back its result.
+
+Processes, not threads: a rank of a real run is a process, and the times that ``demo`` and ``bench`` print must not hide
+one interpreter's lock. Work and results travel as files in a private folder (mode 0700).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hal.config import Settings
+from hal.errors import BackendUnavailable, CapacityError, ContractError, HalError, PeerTimeout
+
+_WORK = "work.pkl"
+
+
+def run_ranks(settings: Settings, function: str, payload: object) -> list[Any]:
+    """``function`` (``module:name``) as ``name(comm, settings, payload)`` on ``settings.ranks`` ranks; results by rank.
+
+    Raises ContractError when a rank refused what the user asked for, HalError when one failed otherwise.
+    """
+    from hal.launch import run as launch
+
+    with tempfile.TemporaryDirectory(prefix="hal-") as name:
+        folder = Path(name)
+        (folder / _WORK).write_bytes(pickle.dumps((settings, function, payload)))
+        argv = [sys.executable, "-m", "hal.cli.ranks", name]
+        status = launch(settings.ranks, argv, nodes=settings.topology.nodes)
+        _raise_failure(folder, status)
+        return [pickle.loads((folder / f"result-{rank}.pkl").read_bytes()) for rank in range(settings.ranks)]
+
+
+def _raise_failure(folder: Path, status: int) -> None:
+    failures = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
+    # A rank that waited for another in vain is not the cause.
+    failures.sort(key=lambda failure: failure["waited"])
+    if failures:
+        cause = failures[0]
+        raise (ContractError if cause["refused"] else HalError)(cause["text"])
+    if status != 0:
+        raise HalError(f"a rank ended with status {status}; its output is above")
+
+
+def _rank_main(folder: Path) -> int:
+    """One rank. Its error becomes a file, so that the parent can say it once."""
+    import hal
+
+    settings, function, payload = pickle.loads((folder / _WORK).read_bytes())
+    module, _, name = function.partition(":")
+    rank = "unknown"
+    try:
+        with hal.connect(settings.connection) as comm:
+            rank = str(comm.rank)
+            result = getattr(importlib.import_module(module), name)(comm, settings, payload)
+            (folder / f"result-{rank}.pkl").write_bytes(pickle.dumps(result))
+    except HalError as error:
+        failure = {
+            "text": str(error),
+            "refused": isinstance(error, ContractError | CapacityError | BackendUnavailable),
+            "waited": isinstance(error, PeerTimeout),
+        }
+        (folder / f"failure-{rank}.json").write_text(json.dumps(failure))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_rank_main(Path(sys.argv[1])))

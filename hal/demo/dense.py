@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same layers in one process without any communication: what the demo's ranks must reproduce.
+
+Two results for each layer. ``bits`` follows the contract's order and roundings (docs/contract.md, section 2), so the ranks
+must equal it bit for bit. ``exact`` is the plain float64 sum over all chosen experts, which knows nothing of ranks; with
+``bound``, the most that the roundings in between can move an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hal.config import Settings
+from hal.demo.model import Array, Model, finfo
+from hal.demo.rank import Job
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """[N, H] results of all tokens, and the routing [N, k] that gave them."""
+
+    bits: Array
+    exact: NDArray[np.float64]
+    bound: NDArray[np.float64]
+    topk_idx: NDArray[np.int64]
+
+
+def run_dense(settings: Settings, job: Job) -> Iterator[DenseLayer]:
+    """Layer after layer, over all tokens."""
+    model, x = job.model, job.model.embed(job.ids)
+    for layer in range(model.layers):
+        idx, weights = job.routing or model.route(layer, x)
+        done = _layer(settings, model, layer, x, idx, weights)
+        yield done
+        x = model.next_input(x, done.bits)
+
+
+def _layer(
+    settings: Settings, model: Model, layer: int, x: Array, idx: NDArray[np.int64], weights: NDArray[np.float32]
+) -> DenseLayer:
+    rows = model.from_wire(*model.to_wire(x))
+    ranks, experts, dtype = settings.ranks, model.work.num_experts, model.stream_dtype
+    exact, magnitude = np.zeros(rows.shape), np.zeros(rows.shape)
+    answers = np.zeros((*idx.shape, rows.shape[1]), dtype)
+    for expert in np.unique(idx[idx >= 0]):
+        at, position = np.nonzero(idx == expert)
+        answer = model.expert(layer, int(expert), rows[at])
+        answers[at, position] = answer.astype(dtype)
+        term = weights[at, position].astype(np.float64)[:, None] * answer
+        exact[at] += term
+        magnitude[at] += np.abs(term)
+
+    owner = np.where(idx >= 0, idx // (experts // ranks), -1)
+    by_rank = settings.layout == "rank"
+    terms = _rank_sums(idx, owner, weights, answers, ranks) if by_rank else _weighted(owner, weights, answers)
+    hierarchical = settings.schedule.name == "hierarchical"
+    bits = _summed(terms, ranks // settings.topology.nodes if hierarchical else None, dtype, rows.shape)
+
+    # Each rounding to the rows' type moves a value by at most half a unit in its last place: the expert's answer, the
+    # rank's sum, the node's sum and the result. One more covers second-order terms. A float32 sum of k products moves it
+    # by at most k units of 2^-24 in the sum and one in the product, and nodes add one each.
+    roundings = 2 + by_rank + hierarchical + 1
+    sums = (idx.shape[1] + 1 + settings.topology.nodes) * 2.0**-24
+    half_unit = float(finfo(dtype).eps) / 2
+    smallest = float(finfo(dtype).smallest_subnormal)
+    return DenseLayer(bits, exact, (roundings * half_unit + sums) * magnitude + roundings * smallest, idx)
+
+
+Term: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Owning rank of each token's term (-1 = none), and the terms [N, H]."""
+
+
+def _rank_sums(
+    idx: NDArray[np.int64], owner: NDArray[np.int64], weights: NDArray[np.float32], answers: Array, ranks: int
+) -> Iterator[Term]:
+    """Layout rank: one term for each rank, its experts summed in float32 by ascending expert and rounded."""
+    by_expert = np.argsort(idx, axis=1, kind="stable")
+    for rank in range(ranks):
+        total = np.zeros((len(idx), answers.shape[2]), np.float32)
+        for column in range(idx.shape[1]):
+            position = by_expert[:, column]
+            at = np.flatnonzero(owner[np.arange(len(idx)), position] == rank)
+            chosen = position[at]
+            total[at] += weights[at, chosen][:, None] * answers[at, chosen].astype(np.float32)
+        here = (owner == rank).any(axis=1)
+        yield np.where(here, rank, -1), total.astype(answers.dtype).astype(np.float32)
+
+
+def _weighted(owner: NDArray[np.int64], weights: NDArray[np.float32], answers: Array) -> Iterator[Term]:
+    """Layout expert: one term for each top-k position."""
+    for position in range(owner.shape[1]):
+        yield owner[:, position], weights[:, position, None] * answers[:, position].astype(np.float32)
+
+
+def _summed(terms: Iterator[Term], node_ranks: int | None, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
+    """Sum in float32 from zero, in the terms' order; by node first, rounding each node's sum, where there are nodes."""
+    nodes: dict[int, NDArray[np.float32]] = {}
+    for owner, term in terms:
+        node_of = owner // node_ranks if node_ranks else np.minimum(owner, 0)
+        for node in np.unique(node_of[node_of >= 0]):
+            total = nodes.setdefault(int(node), np.zeros(shape, np.float32))
+            at = node_of == node
+            total[at] += term[at]
+    total = np.zeros(shape, np.float32)
+    for node in sorted(nodes):
+        total += nodes[node].astype(dtype).astype(np.float32) if node_ranks else nodes[node]
+    return total.astype(dtype)

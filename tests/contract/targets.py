@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the suite runs on: each registered backend with each of its transports, and how arrays get there and back."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import hal
+from hal import registry
+from hal.arrays import ITEMSIZE, NUMPY_DTYPES, as_buffer, as_numpy, to_kind
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+TIMEOUT = 20.0
+"""Seconds; far above what any round takes, so that only a real hang meets it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend and a transport. ``reason`` says why it cannot be used here; empty if it can."""
+
+    backend: str
+    transport: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}/{self.transport}"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it can run: devices have one each."""
+        return sys.maxsize if self.backend == "host" else _devices(self.backend)
+
+    def run(
+        self, ranks: int, nodes: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
+    ) -> list[Any]:
+        """``function(comm, *args)`` on every rank; the results in rank order."""
+        config = hal.HalConfig(self.backend, self.transport, hal.TopologyConfig(nodes), timeout=timeout)
+        return hal.spawn(ranks, function, *args, config=config)
+
+    def give(self, array: NDArray[Any] | None, rank: int) -> Any:
+        """A NumPy array where this backend wants it: itself on CPUs, a torch tensor on a device."""
+        if array is None or self.backend == "host":
+            return array
+        import torch
+
+        carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
+        device = {"cuda": "cuda", "ascend": "npu"}[self.backend]
+        name = as_buffer(array[:0]).dtype
+        return carrier.view(getattr(torch, name)).to(f"{device}:{rank}")
+
+
+def fetch(array: Any) -> NDArray[Any]:
+    """Any array that a backend gave, as a NumPy copy."""
+    if type(array).__module__.startswith("torch") and array.device.type != "cpu":
+        array = array.cpu()
+    return as_numpy(as_buffer(array)).copy()
+
+
+def poison(*arrays: Any, rows: NDArray[Any] | None = None) -> None:
+    """Overwrite what a backend gave (or some rows of it), so that who reuses the memory without filling it is seen."""
+    which = slice(None) if rows is None else rows
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            array.view(np.uint8)[which] = 0xEE
+        elif array is not None:
+            import torch
+
+            array.view(torch.uint8)[which] = 0xEE
+
+
+def kinds_of(target: Target) -> list[str]:
+    """The array libraries that can be tried; those that are not installed are left out."""
+    installed = [name for name in ("numpy", "torch", "jax") if importlib.util.find_spec(name)]
+    return installed if target.backend == "host" else ["torch"]
+
+
+def in_kind(array: NDArray[Any] | None, kind: str) -> Any:
+    return None if array is None else to_kind(as_buffer(array), kind)
+
+
+def _devices(backend: str) -> int:
+    import torch
+
+    return int(getattr(torch, {"cuda": "cuda", "ascend": "npu"}[backend]).device_count())
+
+
+def all_targets() -> list[Target]:
+    found = []
+    for name, backend in registry.backends().items():
+        probe = backend.probe()
+        for transport, spec in registry.transports(name).items() or [(backend.default_transport, None)]:
+            reached = spec.probe() if spec is not None else probe
+            worst = probe if not probe.usable else reached
+            found.append(Target(name, transport, "" if worst.usable else f"{worst.reason}; {worst.fix}"))
+    return found
+
+
+__all__ = ["ITEMSIZE", "NUMPY_DTYPES", "TIMEOUT", "Target", "all_targets", "fetch", "in_kind", "kinds_of", "poison"]
