@@ -10,10 +10,11 @@ VENV   ?= .venv
 # The first of these that is 3.11 or newer.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-CXX    ?= c++
+ifeq ($(origin CXX),default)
+CXX    := c++
+endif
 BIN    := $(VENV)/bin
-# The compilers' and tools' own CPU build of torch is a fraction of the default one; where that index cannot be reached
-# the default index serves.
+# torch's CPU build is a fraction of its default one; where that index cannot be reached the default index serves.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -35,15 +36,15 @@ demo: $(VENV)/.built
 # Lint first: it is quick, and pytest's closing line stays last.
 test: lint check
 
-check: $(VENV)/.built $(VENV)/.frameworks
+check: $(VENV)/.built $(VENV)/.tools $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TESTS)
 
-lint: $(VENV)/.built
+lint: $(VENV)/.built $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 
-format: $(VENV)/.built
+format: $(VENV)/.tools
 	$(BIN)/clang-format -i $(FORMATTED)
 
 bench: $(VENV)/.built
@@ -63,15 +64,18 @@ $(VENV)/.made:
 
 # Build tools live in .venv, not in pip's throw-away build environment, so that a rebuild compiles only what changed.
 # CMake and Ninja come from PyPI where the system has none.
-$(VENV)/.tools: tests/requirements.txt $(VENV)/.made
-	$(PIP) --upgrade 'pip>=23.1'
-	$(PIP) -r tests/requirements.txt
+$(VENV)/.compilers: tests/requirements-build.txt $(VENV)/.made
+	$(PIP) -r tests/requirements-build.txt
 	@command -v cmake >/dev/null || $(PIP) cmake
 	@command -v ninja >/dev/null || $(PIP) ninja
 	touch $@
 
-$(VENV)/.built: pyproject.toml CMakeLists.txt $(CXX_SOURCES) $(VENV)/.tools
+$(VENV)/.built: pyproject.toml CMakeLists.txt $(CXX_SOURCES) $(VENV)/.compilers
 	PATH="$(abspath $(BIN)):$$PATH" CXX="$(CXX)" $(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.tools: tests/requirements.txt $(VENV)/.made
+	$(PIP) -r tests/requirements.txt
 	touch $@
 
 # Array frameworks that tests hand to HAL. A machine for which one is not built still runs every other test; the tests

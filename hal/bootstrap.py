@@ -24,7 +24,7 @@ from typing import Any
 
 from hal import __version__
 from hal.errors import ContractError, HalError, PeerTimeout
-from hal.rendezvous import FRAME_LIMIT, Server, decode, encode, peer_uid
+from hal.rendezvous import FRAME_LIMIT, Server, decode, encode, peer_uid, private
 
 _POLL_SECONDS = 0.005
 
@@ -42,9 +42,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ContractError(
-                f"{self.launcher} says rank {self.rank} of {self.world_size}; ranks are 0 to size - 1"
-            )
+            raise ContractError(f"{self.launcher} says rank {self.rank} of {self.world_size}; ranks are 0 to size - 1")
 
 
 def current_run(environ: Mapping[str, str] = os.environ) -> Run:
@@ -142,7 +140,12 @@ def _next_address(run: Run) -> str:
     """The abstract socket of this rank's next meeting. Ranks connect in the same order, so the numbers agree."""
     number = _meetings.get((run.token, run.rank), 0)
     _meetings[run.token, run.rank] = number + 1
-    name = hmac.new(run.token.encode(), f"rendezvous {number}".encode(), hashlib.sha256).hexdigest()
+    return address(run.token, number)
+
+
+def address(token: str, number: int) -> str:
+    """An abstract socket name (it starts with a null byte) that only those who know the token can compute."""
+    name = hmac.new(token.encode(), f"rendezvous {number}".encode(), hashlib.sha256).hexdigest()
     return f"\0hal-{name[:40]}"
 
 
@@ -160,13 +163,13 @@ class Bootstrap:
             return
         deadline = time.monotonic() + timeout
         self._started = time.monotonic()
-        address = _next_address(run)
+        meeting = _next_address(run)
         hello = {"token": run.token, "rank": run.rank, "world_size": run.world_size, "version": __version__}
         try:
             if run.rank == 0:
-                self._socket = self._serve(address, hello)
+                self._socket = self._serve(meeting, hello)
             if self._socket is None:
-                self._socket = self._reach(address, deadline)
+                self._socket = self._reach(meeting, deadline)
                 self._send(hello)
             self._reply("ready", None, "rendezvous", deadline)
         except BaseException:
@@ -214,11 +217,11 @@ class Bootstrap:
             self._server.join(timeout=2.0)
             self._server = None
 
-    def _serve(self, address: str, hello: dict[str, Any]) -> socket.socket | None:
+    def _serve(self, meeting: str, hello: dict[str, Any]) -> socket.socket | None:
         """Become the server. None if somebody already is: then this process learns from it that its rank is taken."""
-        listener = socket.socket(socket.AF_UNIX)
+        listener = private(socket.socket(socket.AF_UNIX))
         try:
-            listener.bind(address)
+            listener.bind(meeting)
         except OSError:
             listener.close()
             return None
@@ -226,14 +229,14 @@ class Bootstrap:
         mine, servers = socket.socketpair()
         self._server = Server(listener, servers, self.world_size, hello)
         self._server.start()
-        return mine
+        return private(mine)
 
-    def _reach(self, address: str, deadline: float) -> socket.socket:
+    def _reach(self, meeting: str, deadline: float) -> socket.socket:
         while True:
-            connection = socket.socket(socket.AF_UNIX)
+            connection = private(socket.socket(socket.AF_UNIX))
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
-                connection.connect(address)
+                connection.connect(meeting)
             except OSError:
                 connection.close()
                 if time.monotonic() >= deadline:

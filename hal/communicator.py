@@ -36,9 +36,9 @@ def connect(
 ) -> Communicator:
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
-    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's fields (an
-    OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states this rank's
-    place where no launcher's variables do. Collective: every rank calls it with equal settings.
+    ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's
+    fields (an OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states
+    this rank's place where no launcher's variables do. Collective: every rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.

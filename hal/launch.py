@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -106,15 +107,18 @@ class _Ranks:
                 os._exit(1)
 
         for rank in range(n):
-            process = subprocess.Popen(
-                argv,
-                env={**os.environ, **shared, "HAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if prefix else None,
-                stderr=subprocess.STDOUT if prefix else None,
-                start_new_session=True,  # so that its own children can be ended with it
-                preexec_fn=follow_parent,  # noqa: PLW1509 (this process has one thread, or the caller's own)
-            )
+            with warnings.catch_warnings():
+                # Python warns of forking beside threads; the child only makes two system calls before it execs.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process = subprocess.Popen(
+                    argv,
+                    env={**os.environ, **shared, "HAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if prefix else None,
+                    stderr=subprocess.STDOUT if prefix else None,
+                    start_new_session=True,  # so that its own children can be ended with it
+                    preexec_fn=follow_parent,  # noqa: PLW1509 (see above)
+                )
             self._processes.append(process)
             if process.stdout is not None:
                 os.set_blocking(process.stdout.fileno(), False)

@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,23 @@ def peer_uid(connection: socket.socket) -> int:
 def names(ranks: list[int]) -> str:
     """``rank 3`` or ``ranks 1, 3``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+_private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def private(sock: socket.socket) -> socket.socket:
+    """Close ``sock`` in children forked by this process: a helper that held it would hide this rank's death."""
+    _private.add(sock)
+    return sock
+
+
+def _close_private() -> None:
+    for sock in list(_private):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_private)
 
 
 @dataclass(eq=False)
@@ -118,7 +136,7 @@ class Server(threading.Thread):
 
     def _add(self, sock: socket.socket) -> _Connection:
         sock.setblocking(False)
-        connection = _Connection(sock)
+        connection = _Connection(private(sock))
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         return connection

@@ -60,9 +60,10 @@ def test_every_wrong_element_of_a_combine_is_counted(layout: str, times: list[in
     x = np.array([[1.0, -2.0], [0.5, 3.0], [7.0, 0.25]], ml_dtypes.bfloat16)
     mine = Inputs(x, None, np.array([[0, 3], [0, 1], [-1, 2]]), np.ones((3, 2), np.float32))
     y = (x.astype(np.float32) * np.array(times)[:, None]).astype(x.dtype)
-    assert wrong_combine(y, mine, 2, None, 4, layout) == 0
+    of = {"rank": 0, "ranks": 2, "nodes": 1, "num_experts": 4, "layout": layout}
+    assert wrong_combine(y, mine, **of) == 0
     y[2, 1] += 1
-    assert wrong_combine(y, mine, 2, None, 4, layout) == 1
+    assert wrong_combine(y, mine, **of) == 1
 
 
 def test_traffic_counts_rows_as_they_travel() -> None:

@@ -13,7 +13,7 @@ import time
 
 from hal.bootstrap import Bootstrap
 from hal.errors import PeerTimeout
-from hal.rendezvous import peer_uid
+from hal.rendezvous import peer_uid, private
 
 _KEY_BYTES = 32
 _HELLO = struct.Struct(f"!I{_KEY_BYTES}s")
@@ -49,7 +49,7 @@ def close_all(links: list[socket.socket | None]) -> None:
 
 
 def _connect(name: bytes, key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
-    link = socket.socket(socket.AF_UNIX)
+    link = private(socket.socket(socket.AF_UNIX))
     try:
         link.settimeout(max(deadline - time.monotonic(), 0.001))
         link.connect(name)
@@ -77,7 +77,7 @@ def _accept_higher(
                     sock = ready.fileobj
                     assert isinstance(sock, socket.socket)
                     if sock is listener:
-                        connection = listener.accept()[0]
+                        connection = private(listener.accept()[0])
                         strangers[connection] = b""
                         selector.register(connection, selectors.EVENT_READ)
                         continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ class Shm(ShmTransport):
         """Collective."""
         self._bootstrap = bootstrap
         self._links = connect_mesh(bootstrap)
-        _close_in_forked_children(self)
         fds = [-1 if link is None else link.fileno() for link in self._links]
         super().__init__(bootstrap.rank, bootstrap.world_size, config.queues, fds)
         self.allocate(CONTROL_BYTES)
@@ -135,18 +133,3 @@ def _available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     return 1 << 62
-
-
-_transports: weakref.WeakSet[Shm] = weakref.WeakSet()
-
-
-def _close_links() -> None:
-    for transport in _transports:
-        close_all(transport._links)
-
-
-def _close_in_forked_children(transport: Shm) -> None:
-    """A forked helper process must not hold a rank's links: it would hide the rank's death from the peers."""
-    if not _transports:
-        os.register_at_fork(after_in_child=_close_links)
-    _transports.add(transport)

@@ -50,8 +50,15 @@ def _combine(comm: Any, ep: Any, settings: Settings, plan: Plan, tokens: int) ->
 
     seconds = measure(comm, plan, tokens, step)
     y = step()
-    nodes = settings.topology.nodes if settings.schedule.name == "hierarchical" and settings.topology.nodes > 1 else None
-    wrong = wrong_combine(y, mine, comm.world_size, nodes, work.num_experts, settings.layout)
+    wrong = wrong_combine(
+        y,
+        mine,
+        rank=comm.rank,
+        ranks=comm.world_size,
+        nodes=settings.topology.nodes if settings.schedule.name == "hierarchical" else 1,
+        num_experts=work.num_experts,
+        layout=settings.layout,
+    )
     return _sample(comm, settings, tokens, sources, work.hidden * dtype.itemsize, dtype.name, seconds, wrong)
 
 

@@ -27,10 +27,10 @@ def wrong_dispatch(out: Any, sources: Sequence[Inputs], rank: int, num_experts: 
     return wrong + int(np.count_nonzero(np.asarray(out.x)[~real])) + int(np.count_nonzero(weights[~real]))
 
 
-def wrong_combine(y: Any, mine: Inputs, ranks: int, nodes: int | None, num_experts: int, layout: str) -> int:
+def wrong_combine(y: Any, mine: Inputs, *, rank: int, ranks: int, nodes: int, num_experts: int, layout: str) -> int:
     """Elements of ``y`` that are not the token times its rows, when every expert answers with the row it was given.
 
-    ``nodes`` (schedule hierarchical): each node's sum is rounded before the nodes are added.
+    ``nodes`` above 1 (schedule hierarchical): each other node's sum is rounded before the nodes are added.
     """
     y = np.asarray(y)
     owner = mine.idx // (num_experts // ranks)
@@ -38,12 +38,12 @@ def wrong_combine(y: Any, mine: Inputs, ranks: int, nodes: int | None, num_exper
     for target in range(ranks):
         hits = (owner == target).sum(axis=1)
         rows[:, target] = hits if layout == "expert" else hits > 0
-    by_node = rows.reshape(len(rows), nodes or 1, -1).sum(axis=2)
+    by_node = rows.reshape(len(rows), nodes, ranks // nodes).sum(axis=2)
     answer = mine.x.astype(np.float32).astype(y.dtype).astype(np.float32)
     total = np.zeros(answer.shape, np.float32)
-    for node in range(by_node.shape[1]):
+    for node in range(nodes):
         part = _repeated(answer, by_node[:, node])
-        total += part.astype(y.dtype).astype(np.float32) if nodes else part
+        total += part if node == rank // (ranks // nodes) else part.astype(y.dtype).astype(np.float32)
     return _unequal(y, total.astype(y.dtype))
 
 

@@ -58,14 +58,15 @@ def _layer(
     owner = np.where(idx >= 0, idx // (experts // ranks), -1)
     by_rank = settings.layout == "rank"
     terms = _rank_sums(idx, owner, weights, answers, ranks) if by_rank else _weighted(owner, weights, answers)
-    hierarchical = settings.schedule.name == "hierarchical"
-    bits = _summed(terms, ranks // settings.topology.nodes if hierarchical else None, dtype, rows.shape)
+    nodes = settings.topology.nodes if settings.schedule.name == "hierarchical" else 1
+    home = np.repeat(np.arange(ranks), [len(part) for part in np.array_split(idx, ranks)])
+    bits = _summed(terms, ranks // nodes, home, np.zeros(rows.shape, dtype))
 
     # Each rounding to the rows' type moves a value by at most half a unit in its last place: the expert's answer, the
     # rank's sum, the node's sum and the result. One more covers second-order terms. A float32 sum of k products moves it
     # by at most k units of 2^-24 in the sum and one in the product, and nodes add one each.
-    roundings = 2 + by_rank + hierarchical + 1
-    sums = (idx.shape[1] + 1 + settings.topology.nodes) * 2.0**-24
+    roundings = 2 + by_rank + (nodes > 1) + 1
+    sums = (idx.shape[1] + 1 + nodes) * 2.0**-24
     half_unit = float(finfo(dtype).eps) / 2
     smallest = float(finfo(dtype).smallest_subnormal)
     return DenseLayer(bits, exact, (roundings * half_unit + sums) * magnitude + roundings * smallest, idx)
@@ -97,16 +98,21 @@ def _weighted(owner: NDArray[np.int64], weights: NDArray[np.float32], answers: A
         yield owner[:, position], weights[:, position, None] * answers[:, position].astype(np.float32)
 
 
-def _summed(terms: Iterator[Term], node_ranks: int | None, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
-    """Sum in float32 from zero, in the terms' order; by node first, rounding each node's sum, where there are nodes."""
+def _summed(terms: Iterator[Term], node_ranks: int, home: NDArray[np.int64], y: Array) -> Array:
+    """``y`` [N, H] filled with the sum in float32 from zero, in the terms' order.
+
+    By node first where there are several: a node's sum is rounded to ``y``'s type when it crosses to the node of the
+    token's ``home`` rank [N].
+    """
     nodes: dict[int, NDArray[np.float32]] = {}
     for owner, term in terms:
-        node_of = owner // node_ranks if node_ranks else np.minimum(owner, 0)
-        for node in np.unique(node_of[node_of >= 0]):
-            total = nodes.setdefault(int(node), np.zeros(shape, np.float32))
-            at = node_of == node
+        for node in np.unique(owner[owner >= 0] // node_ranks):
+            total = nodes.setdefault(int(node), np.zeros(y.shape, np.float32))
+            at = (owner >= 0) & (owner // node_ranks == node)
             total[at] += term[at]
-    total = np.zeros(shape, np.float32)
+    total = np.zeros(y.shape, np.float32)
     for node in sorted(nodes):
-        total += nodes[node].astype(dtype).astype(np.float32) if node_ranks else nodes[node]
-    return total.astype(dtype)
+        crosses = (home // node_ranks != node)[:, None]
+        total += np.where(crosses, nodes[node].astype(y.dtype).astype(np.float32), nodes[node])
+    y[...] = total.astype(y.dtype)
+    return y

@@ -44,7 +44,9 @@ class Model:
     def embed(self, ids: NDArray[np.int64]) -> Array:
         """[N] token ids to [N, H]; the same word is the same row."""
         unique, place = np.unique(ids, return_inverse=True)
-        rows = np.stack([self._random("embedding", int(token)).standard_normal(self.work.hidden) for token in unique])
+        rows = np.zeros((len(unique), self.work.hidden))
+        for row, token in zip(rows, unique, strict=True):
+            row[:] = self._random("embedding", int(token)).standard_normal(self.work.hidden)
         embedded: Array = rows[place].astype(self.stream_dtype)
         return embedded
 

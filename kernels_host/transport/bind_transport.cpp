@@ -29,14 +29,22 @@ void raise_in_hal_errors(const char* type, const char* text) {
     PyErr_SetString(cls.ptr(), text);
 }
 
-void translate(std::exception_ptr pointer) {
+void raise_peer_timeout(const PeerTimeoutError& e) {
     try {
-        if (pointer) std::rethrow_exception(pointer);
-    } catch (const PeerTimeoutError& e) {
         py::object cls = py::module_::import("hal.errors").attr("PeerTimeout");
         py::object error = cls(e.rank, e.stage, "queue"_a = e.queue, "expected"_a = e.expected, "seen"_a = e.seen,
                                "seconds"_a = e.seconds, "reason"_a = e.reason);
         PyErr_SetObject(cls.ptr(), error.ptr());
+    } catch (py::error_already_set& interrupt) {  // Python code ran, so a Ctrl-C may have come up in it
+        interrupt.restore();
+    }
+}
+
+void translate(std::exception_ptr pointer) {
+    try {
+        if (pointer) std::rethrow_exception(pointer);
+    } catch (const PeerTimeoutError& e) {
+        raise_peer_timeout(e);
     } catch (const ContractViolation& e) {
         raise_in_hal_errors("ContractError", e.what());
     } catch (const UnusableError& e) {

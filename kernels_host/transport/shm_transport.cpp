@@ -216,6 +216,7 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
 
     const auto start = Clock::now();
     const auto fail = [&](std::pair<int, std::string> fault) -> PeerTimeoutError {
+        check_interrupts();  // a Ctrl-C for all ranks is no peer's fault
         set_failed();
         publish_failed(fault.first, fault.second);
         return {fault.first, stage, queue, at_least, shm_load(slot), seconds_since(start), fault.second};
@@ -235,7 +236,11 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
             if (fault) throw fail(*fault);
         }
         const double left = timeout - seconds_since(start);
-        if (left <= 0) throw fail(root_of_stall(source));
+        if (left <= 0) {
+            // In this order: a relay whose own time was up just now publishes its fault before it stops to wait.
+            const auto root = root_of_stall(source);
+            throw fail(find_fault(source).value_or(root));
+        }
         if (turn % kInterruptTurns == kInterruptTurns - 1) check_interrupts();
         const auto limit =
             std::min(std::chrono::duration<double>(left), std::chrono::duration<double>(next_fault_check - now));

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who this process is, how ranks meet, and who is turned away."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hal import bootstrap
+from hal.bootstrap import Bootstrap, Run, current_run
+from hal.errors import ContractError, HalError, PeerTimeout
+from hal.rendezvous import decode, encode
+
+TIMEOUT = 20.0
+
+
+def together(
+    n: int, body: Callable[[Bootstrap], Any], *, timeout: float = TIMEOUT, absent: tuple[int, ...] = ()
+) -> Any:
+    """``body`` on every rank but the absent; results or exceptions in rank order."""
+    token, outcomes = secrets.token_hex(16), [None] * n
+
+    def rank(r: int) -> None:
+        try:
+            met = Bootstrap(Run(r, n, token), timeout)
+            try:
+                outcomes[r] = body(met)
+            finally:
+                met.close()
+        except Exception as error:
+            outcomes[r] = error
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(n) if r not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+    return outcomes
+
+
+# --- who am I ------------------------------------------------------------------------------------------------------
+
+
+def test_no_launcher_is_a_single_rank():
+    assert current_run({}) == Run(0, 1)
+
+
+def test_hal_run_variables():
+    run = current_run({"HAL_RANK": "2", "HAL_WORLD_SIZE": "4", "HAL_TOKEN": "t", "HAL_NODES": "2", "RANK": "0"})
+    assert (run.rank, run.world_size, run.token, run.nodes) == (2, 4, "t", 2)
+
+
+TORCHRUN = {
+    "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
+}  # fmt: skip
+OPENMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-1"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "variables"),
+    [("RANK", TORCHRUN), ("OMPI_COMM_WORLD_RANK", OPENMPI), ("PMI_RANK", {"PMI_SIZE": "4"})],
+    ids=["torchrun", "openmpi", "mpich"],
+)
+def test_other_launchers_agree_on_a_token(rank, variables, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    runs = [current_run({**variables, rank: str(r)}) for r in range(4)]
+    assert [run.rank for run in runs] == [0, 1, 2, 3]
+    assert {run.world_size for run in runs} == {4}
+    assert len({run.token for run in runs}) == 1
+    assert len(runs[0].token) == 64
+
+
+def test_another_torchrun_job_has_another_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    one = current_run({**TORCHRUN, "RANK": "0"})
+    restarted = current_run({**TORCHRUN, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert one.token != restarted.token
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"HAL_RANK": "4", "HAL_WORLD_SIZE": "4", "HAL_TOKEN": "t"}, "rank 4 of 4"),
+        ({"HAL_RANK": "x", "HAL_WORLD_SIZE": "4"}, "HAL_RANK must be an integer, not 'x'"),
+        ({"HAL_RANK": "0"}, "HAL_WORLD_SIZE must be an integer, not None"),
+        ({"HAL_RANK": "0", "HAL_WORLD_SIZE": "2"}, "HAL_TOKEN"),
+        ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "16"}, "16 ranks, 4 of them on this machine"),
+    ],
+)
+def test_variables_that_make_no_sense(variables, text):
+    with pytest.raises(ContractError, match=text):
+        current_run(variables)
+
+
+def test_user_key_is_private_and_stable(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    key = bootstrap.user_key()
+    folder = tmp_path / f"hal-{os.getuid()}"
+    assert (len(key), bootstrap.user_key()) == (32, key)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [(f.name, stat.S_IMODE(f.stat().st_mode)) for f in folder.iterdir()] == [("key", 0o600)]
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / f"hal-{os.getuid()}").mkdir()
+    (tmp_path / f"hal-{os.getuid()}").chmod(0o755)
+    with pytest.raises(HalError, match="not a private folder"):
+        bootstrap.user_key()
+
+
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / f"hal-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HalError, match="not a private folder"):
+        bootstrap.user_key()
+
+
+# --- exchanges -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_all_gather_is_in_rank_order(n):
+    def body(met: Bootstrap) -> Any:
+        met.barrier()
+        return [met.all_gather({"rank": met.rank, "round": i}) for i in range(3)], met.all_gather(b"\x00%d" % met.rank)
+
+    expected = [[{"rank": r, "round": i} for r in range(n)] for i in range(3)], [b"\x00%d" % r for r in range(n)]
+    assert together(n, body) == [expected] * n
+
+
+def test_large_values_pass():
+    blob = os.urandom(1 << 20)
+    assert together(3, lambda met: met.all_gather(blob) == [blob] * 3) == [True] * 3
+
+
+def test_different_collectives_are_named_on_every_rank():
+    outcomes = together(3, lambda met: met.all_gather(1, "window" if met.rank else "expert_parallel"))
+    for outcome in outcomes:
+        assert isinstance(outcome, ContractError)
+        assert "rank 0 called 'expert_parallel', rank 1 called 'window'" in str(outcome)
+
+
+def test_settings_that_differ_are_all_named_with_both_values():
+    def body(met: Bootstrap) -> None:
+        odd = met.rank == 2
+        met.agree("HalConfig", {"queues": 4 if odd else 2, "topology": {"nodes": 3 if odd else 1}, "timeout": 5.0})
+
+    for outcome in together(3, body):
+        assert isinstance(outcome, ContractError)
+        assert "rank 2 has queues=4 where rank 0 has 2" in str(outcome)
+        assert "rank 2 has topology.nodes=3 where rank 0 has 1" in str(outcome)
+        assert "timeout" not in str(outcome)
+
+
+# --- absence -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_never_come_are_listed():
+    outcomes = together(5, lambda met: None, timeout=0.5, absent=(2, 4))
+    for rank in (0, 1, 3):
+        assert isinstance(outcomes[rank], PeerTimeout)
+        assert outcomes[rank].rank == 2
+        assert (outcomes[rank].expected, outcomes[rank].seen) == (5, 3)
+        assert "ranks 2, 4 missing of 5" in str(outcomes[rank])
+
+
+def test_a_missing_rank_0_is_named():
+    outcomes = together(2, lambda met: None, timeout=0.3, absent=(0,))
+    assert isinstance(outcomes[1], PeerTimeout)
+    assert outcomes[1].rank == 0
+
+
+def test_a_rank_that_leaves_ends_the_others_exchange_at_once():
+    def body(met: Bootstrap) -> float:
+        if met.rank == 1:
+            time.sleep(0.1)
+            return 0.0
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout, match="rank 1: it closed its communicator"):
+            met.all_gather(0)
+        return time.monotonic() - start
+
+    assert max(together(3, body)) < TIMEOUT / 4
+
+
+def test_a_rank_that_stalls_is_named_after_the_time_limit():
+    def body(met: Bootstrap) -> None:
+        if met.rank == 1:
+            time.sleep(1.0)
+            return
+        met.all_gather(0, "sizes", timeout=0.3)
+
+    outcomes = together(3, body)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], PeerTimeout)
+        assert (outcomes[rank].rank, outcomes[rank].stage) == (1, "sizes")
+
+
+# --- strangers -----------------------------------------------------------------------------------------------------
+
+
+def knock(name: str, data: bytes) -> dict[str, Any]:
+    """What the server answers to a connection that begins with ``data``."""
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5.0)
+        while stranger.connect_ex(name):
+            time.sleep(0.01)
+        stranger.sendall(data)
+        buffer = bytearray(stranger.recv(4096))
+        return decode(buffer, 1 << 20) or {}
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_strangers_are_told_why_not_and_disturb_nobody(moment):
+    token = secrets.token_hex(16)
+    hello = {"token": token, "rank": 1, "world_size": 2, "version": bootstrap.__version__}
+    release, results = threading.Event(), {}
+
+    def member(rank: int) -> None:
+        met = Bootstrap(Run(rank, 2, token), TIMEOUT)
+        results[rank] = met.all_gather(rank)
+        release.wait(TIMEOUT)
+        results[rank] += met.all_gather(rank)
+        met.close()
+
+    members = [threading.Thread(target=member, args=(r,)) for r in range(2)]
+    name = bootstrap.address(token, 0)
+    members[0].start()
+    if moment == "after":
+        members[1].start()
+        while len(results) < 2:
+            time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as silent:
+        while silent.connect_ex(name):
+            time.sleep(0.01)
+        for data, reason in [
+            (encode({**hello, "token": "guess"}), "wrong run token"),
+            (encode({**hello, "world_size": 3}), "rank 1 expects 3 ranks, this run has 2"),
+            (encode({**hello, "rank": 7}), "there is no rank 7 among 2"),
+            (encode({**hello, "rank": 0}), "rank 0 is taken by another process"),
+            (encode({**hello, "version": "0.0"}), "rank 1 runs HAL 0.0"),
+            (b"GET / HTTP/1.1\r\n\r\n", "not a HAL rank"),
+            (os.urandom(2048), "not a HAL rank"),
+            (encode({**hello, "rank": [1]}), "rank"),
+            (b"\x00\x00\x00\x02[]", "not a HAL rank"),
+        ]:
+            assert reason in knock(name, data)["refused"]
+        if moment == "before":
+            members[1].start()
+        release.set()
+        for thread in members:
+            thread.join(TIMEOUT)
+    assert results == {0: [0, 1, 0, 1], 1: [0, 1, 0, 1]}
+
+
+def test_a_second_process_for_rank_0_is_refused():
+    def body(met: Bootstrap) -> None:
+        if met.rank == 0:
+            bootstrap._meetings[met.run.token, 0] = 0
+            with pytest.raises(ContractError, match="rank 0 is taken by another process"):
+                Bootstrap(met.run, TIMEOUT)
+        met.barrier()
+
+    assert together(2, body) == [None, None]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to start a process of another user")
+def test_another_user_is_refused():
+    def body(met: Bootstrap) -> str:
+        text = ""
+        if met.rank == 0:
+            script = (
+                "import socket, sys; s = socket.socket(socket.AF_UNIX); s.settimeout(5)\n"
+                "s.connect(sys.argv[1].encode().decode('unicode_escape')); print(s.recv(4096)[4:].decode())"
+            )
+            name = bootstrap.address(met.run.token, 0).replace("\0", "\\0")
+            command = ["/usr/bin/env", "python3", "-c", script, name]
+            text = subprocess.run(command, user=65534, capture_output=True, text=True, check=True, cwd="/").stdout
+        met.barrier()
+        return text
+
+    assert "belongs to user 0, not to user 65534" in together(2, body)[0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to start a process of another user")
+def test_a_meeting_point_that_another_user_took_is_refused():
+    token = secrets.token_hex(16)
+    script = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX)\n"
+        "s.bind(sys.argv[1].encode().decode('unicode_escape')); s.listen(); print(flush=True); sys.stdin.read()"
+    )
+    name = bootstrap.address(token, 0).replace("\0", "\\0")
+    command = ["/usr/bin/env", "python3", "-c", script, name]
+    with subprocess.Popen(command, user=65534, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/") as squatter:
+        assert squatter.stdout is not None
+        squatter.stdout.readline()
+        with pytest.raises(ContractError, match="taken by user 65534"):
+            Bootstrap(Run(1, 2, token), TIMEOUT)
+        squatter.communicate()
+
+
+# --- nothing stale -------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_does_not_block_the_next_of_the_same_name(tmp_path):
+    """torchrun's variables repeat from run to run; what a killed one left must not matter."""
+    script = tmp_path / "member.py"
+    script.write_text(
+        "import sys, time\nfrom hal.bootstrap import Bootstrap, current_run\n"
+        "met = Bootstrap(current_run(), 20)\nprint(met.all_gather(met.rank), flush=True)\n"
+        "time.sleep(60 if sys.argv[1] == 'stay' else 0)\n"
+    )
+    environment = {
+        **os.environ,
+        **TORCHRUN,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+
+    def start(mode: str) -> list[subprocess.Popen[str]]:
+        return [
+            subprocess.Popen(
+                [sys.executable, str(script), mode],
+                env={**environment, "RANK": str(r)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(2)
+        ]
+
+    for mode in ("stay", "leave"):
+        members = start(mode)
+        for member in members:
+            assert member.stdout is not None
+            assert member.stdout.readline() == "[0, 1]\n"
+        for member in members:
+            if mode == "stay":
+                member.kill()
+            member.communicate()
+    assert sorted(p.name for p in Path(tmp_path).iterdir()) == [f"hal-{os.getuid()}", "member.py"]
