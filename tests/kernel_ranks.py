@@ -104,6 +104,10 @@ def random_tokens(
     )
 
 
+def bits(array: Any) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
 def same_bits(name: str, got: Any, want: Any) -> None:
     if want is None:
         assert got is None, name

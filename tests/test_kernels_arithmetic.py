@@ -124,14 +124,11 @@ def expected_sum(rows: list[Any], weights: list[float]) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_16_bit_value_survives(dtype):
-    """Zero plus the value, rounded: unchanged but for -0 and signalling NaNs, as NumPy has it."""
+    """Zero plus the value, rounded: the very bits of NumPy and ml_dtypes, also for subnormals, -0 and every NaN."""
     every = np.arange(2**16, dtype=np.uint16).view(ELEMENTS[dtype])
-    nan = np.isnan(every.astype(np.float32))
-    got = sum_rows(dtype, [every], [])
-    want = expected_sum([every], [])
-    np.testing.assert_array_equal(got[~nan].view(np.uint16), want[~nan].view(np.uint16))
-    assert np.isnan(got[nan].astype(np.float32)).all()
-    np.testing.assert_array_equal(np.signbit(got[nan]), np.signbit(every[nan]))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        want = expected_sum([every], [])
+    np.testing.assert_array_equal(sum_rows(dtype, [every], []).view(np.uint16), want.view(np.uint16))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

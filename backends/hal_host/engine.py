@@ -111,6 +111,9 @@ class HostEngine:
         self._base = _engine.window_address(fabric)
         self._local_experts = spec.num_experts // shape.ranks
         self._free = list(range(spec.num_buffers - 1, -1, -1))
+        # How many dispatches may be in flight depends on the settings alone, never on what a rank happens to hold, so
+        # all ranks refuse alike. One slot is for a view, the others are for them.
+        self._in_flight, self._flight_limit = 0, max(1, spec.num_buffers - 1)
         # Without completion entries nothing says early that a source is free, so the kernels read a copy where the
         # fabric does not read sources at once.
         self._copies_sources = spec.completion == "strong_signal_no_cqe" and isinstance(fabric, _READS_SOURCE_LATER)
@@ -124,12 +127,12 @@ class HostEngine:
         state: Any | None,
         stream: int | None,
     ) -> _Dispatch:
-        if not self._free:
+        if self._in_flight == self._flight_limit:
             raise CapacityError(
-                "receive slots for dispatches in flight",
-                self.spec.num_buffers + 1,
-                self.spec.num_buffers,
-                "receive an earlier dispatch_send first, or raise num_buffers",
+                f"dispatches in flight with num_buffers={self.spec.num_buffers}",
+                self._in_flight + 1,
+                self._flight_limit,
+                "receive an earlier dispatch first, or raise num_buffers",
             )
         lease = Lease(self._free, self._fabric)
         source = _copy(x) if self._copies_sources else x
@@ -147,39 +150,34 @@ class HostEngine:
         except BaseException:
             del lease  # whoever keeps the error keeps this frame, and must not keep the slot
             raise
+        self._in_flight += 1
         return _Dispatch(lease, round_, source)
 
     def dispatch_recv(self, pending: _Dispatch, stream: int | None) -> Received:
+        self._in_flight -= 1
         spec, rows = self.spec, self._kernels.rows(pending.round)
         per_row = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
-        scales = np.empty((rows, spec.scale_dim), np.float32) if spec.scale_dim else None
-        topk_idx, topk_weights = np.empty(per_row, np.int32), np.empty(per_row, np.float32)
-        counts = np.empty(self._local_experts, np.int32)
-        offsets = np.empty(self._local_experts + 1, np.int64) if spec.layout == "expert" else None
+        scales = _empty((rows, spec.scale_dim), "float32") if spec.scale_dim else None
+        topk_idx, topk_weights = _empty(per_row, "int32"), _empty(per_row, "float32")
+        counts = _empty((self._local_experts,), "int32")
+        offsets = _empty((self._local_experts + 1,), "int64") if spec.layout == "expert" else None
         self._kernels.dispatch_recv(
             pending.round,
-            _address(scales),
-            _address(topk_idx),
-            _address(topk_weights),
-            _address(counts),
-            _address(offsets),
+            scales.ptr if scales else 0,
+            topk_idx.ptr,
+            topk_weights.ptr,
+            counts.ptr,
+            offsets.ptr if offsets else 0,
         )
-        return Received(
-            self._received_x(pending, rows),
-            _buffer(scales),
-            _buffer(topk_idx),
-            _buffer(topk_weights),
-            _buffer(counts),
-            _buffer(offsets),
-            pending.round.state,
-        )
+        x = self._received_x(pending, rows)
+        return Received(x, scales, topk_idx, topk_weights, counts, offsets, pending.round.state)
 
     def _received_x(self, pending: _Dispatch, rows: int) -> Buffer:
-        """A view that holds the lease, or a copy if no slot would be left for the next dispatch."""
+        """A view that holds the lease, or a copy if too few slots would be left for dispatches still to come."""
         spec = self.spec
         ptr = self._base + self._kernels.received_x(pending.round)
         view = Buffer(ptr, (rows, spec.hidden), spec.dtype, "cpu", pending.lease)
-        if not self._free:
+        if len(self._free) < self._flight_limit - self._in_flight:
             view = _copy(view)
         del pending.lease
         return view
@@ -197,11 +195,11 @@ class HostEngine:
         self, pending: _Combine, bias: Sequence[Buffer], stream: int | None
     ) -> tuple[Buffer, Buffer | None]:
         spec, tokens = self.spec, pending.round.state.tokens
-        y = np.empty((tokens, spec.hidden), NUMPY_DTYPES[combine_dtype(spec)])
-        weights = np.empty((tokens, spec.top_k), np.float32) if pending.weights else None
+        y = _empty((tokens, spec.hidden), combine_dtype(spec))
+        weights = _empty((tokens, spec.top_k), "float32") if pending.weights else None
         first, second = (*(b.ptr for b in bias), 0, 0)[:2]
-        self._kernels.combine_recv(pending.round, first, second, _address(y), _address(weights))
-        return Buffer(_address(y), y.shape, combine_dtype(spec), "cpu", y), _buffer(weights)
+        self._kernels.combine_recv(pending.round, first, second, y.ptr, weights.ptr if weights else 0)
+        return y, weights
 
     def close(self) -> None:
         """Views stay valid: a lease keeps the window mapped."""
@@ -210,18 +208,14 @@ class HostEngine:
             self._window = None
 
 
-# A null address means "not given" to the kernels; an empty array's address is not null.
-def _address(array: np.ndarray[Any, Any] | None) -> int:
-    return 0 if array is None else array.ctypes.data
-
-
-def _buffer(array: Any) -> Any:
-    return None if array is None else Buffer(array.ctypes.data, array.shape, array.dtype.name, "cpu", array)
+def _empty(shape: tuple[int, ...], dtype: str) -> Buffer:
+    array = np.empty(shape, NUMPY_DTYPES[dtype])
+    return Buffer(array.__array_interface__["data"][0], shape, dtype, "cpu", array)
 
 
 def _copy(buffer: Buffer) -> Buffer:
     """A private copy of a buffer's bytes."""
-    array = np.empty(buffer.shape, NUMPY_DTYPES[buffer.dtype])
+    copy = _empty(buffer.shape, buffer.dtype)
     if buffer.nbytes:
-        ctypes.memmove(array.ctypes.data, buffer.ptr, buffer.nbytes)
-    return Buffer(array.ctypes.data, buffer.shape, buffer.dtype, "cpu", array)
+        ctypes.memmove(copy.ptr, buffer.ptr, buffer.nbytes)
+    return copy

@@ -79,7 +79,7 @@ class Dispatch {
         for (int i = 1; i < s_.ranks; ++i) {
             const int source = (me_ + i) % s_.ranks, from = deliverer_of(s_, source, me_);
             if (from == me_) continue;  // this rank forwarded them to itself
-            RowReader<Fabric> reader(f_, s_.completion, from, area, arrival(Sig::rows, source, round.epoch),
+            RowReader<Fabric> reader(f_, s_.completion, from, area, arrival(Sig::rows, round.slot, source, round.epoch),
                                      std::size_t(meta_bytes(s_)), "dispatch rows");
             reader.wait();
             for (int g = 0; g < groups(s_); ++g) {
@@ -89,7 +89,7 @@ class Dispatch {
         }
         clear_gaps(round);
         hand_out(round, out);
-        if (s_.completion == Completion::strong_signal_no_cqe) exit(round.epoch);
+        if (s_.completion == Completion::strong_signal_no_cqe) exit(round);
         round.received = true;
     }
 
@@ -99,9 +99,9 @@ class Dispatch {
     Received& received(Route& route, int source, int group) const {
         return route.received[std::size_t(source * groups(s_) + group)];
     }
-    Arrival arrival(Sig kind, int publisher, std::uint64_t epoch) const {
-        const std::uint64_t i = std::uint64_t(publisher) * 2;
-        return {{l_.signal(kind, i), l_.signal(kind, i + 1)}, rows_word(epoch, false)};
+    // `slot` is the receiver's.
+    Arrival arrival(Sig kind, std::uint32_t slot, int publisher, std::uint64_t epoch) const {
+        return {{l_.staged(kind, slot, publisher, 0), l_.staged(kind, slot, publisher, 1)}, rows_word(epoch, false)};
     }
     // Peers in the order in which this rank serves them: each rank starts at another one, so none is everyone's first.
     int peer(int i) const { return (me_ + i) % s_.ranks; }
@@ -288,7 +288,7 @@ class Dispatch {
                 continue;
             }
             f_.put(0, p, at, message, 4 * ints, Order::relaxed);
-            f_.signal(0, p, count_signal(slot, me_), round.epoch, SignalOp::set, Order::strong);
+            f_.signal(0, p, l_.staged(Sig::counts, slot, me_, 0), round.epoch, SignalOp::set, Order::strong);
         }
     }
 
@@ -296,7 +296,7 @@ class Dispatch {
         Route& route = *round.state->route;
         const std::size_t ints = 1 + std::size_t(groups(s_));
         for (int source = 0; source < s_.ranks; ++source) {
-            if (source != me_) f_.wait(count_signal(round.slot, source), round.epoch, source, 0, "dispatch counts");
+            if (source != me_) f_.wait(l_.staged(Sig::counts, round.slot, source, 0), round.epoch, source, 0, "dispatch counts");
             std::vector<std::int32_t> message(ints);
             std::memcpy(message.data(), f_.read(l_.count_message(round.slot, source), 4 * ints), 4 * ints);
             std::int64_t back = message[0];
@@ -307,18 +307,14 @@ class Dispatch {
         }
     }
 
-    std::uint64_t count_signal(std::uint64_t slot, int source) const {
-        return l_.signal(Sig::counts, slot * std::uint64_t(s_.ranks) + std::uint64_t(source));
-    }
-
     void send_rows(const DispatchRound& round, const std::byte* x) {
         const Route& route = *round.state->route;
         if (is_hierarchical(s_))  // the longest way first
             for (int i = 1; i < s_.nodes; ++i) cross(round, (node_ + i) % s_.nodes, x);
         for (int i = 1; i < node_ranks_served(); ++i) {
             const int p = is_hierarchical(s_) ? neighbour(i) : peer(i);
-            RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(round.offered[std::size_t(p)]),
-                                     arrival(Sig::rows, me_, round.epoch), rows_to_rank(route.home, p));
+            const std::uint32_t slot = round.offered[std::size_t(p)];
+            RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot), arrival(Sig::rows, slot, me_, round.epoch), rows_to_rank(route.home, p));
             for_rows_to(route.home, p, [&](int d, std::int64_t n, std::int32_t t) {
                 writer.row(std::uint64_t(route.place[std::size_t(d)] + n), record(round.slot, x, t));
             });
@@ -356,8 +352,8 @@ class Dispatch {
         const std::vector<std::int32_t>& tokens = round.state->route->crossing[std::size_t(other_index(node, node_))];
         const int rail = rail_of(s_, me_, node);
         const std::int64_t base = rail_base(s_, node_, node);
-        RowWriter<Fabric> writer(f_, s_.completion, rail, BufferLayout::nth(l_.rail, round.offered[std::size_t(rail)]),
-                                 arrival(Sig::rail, me_, round.epoch), std::int64_t(tokens.size()));
+        const std::uint32_t slot = round.offered[std::size_t(rail)];
+        RowWriter<Fabric> writer(f_, s_.completion, rail, BufferLayout::nth(l_.rail, slot), arrival(Sig::rail, slot, me_, round.epoch), std::int64_t(tokens.size()));
         for (std::size_t i = 0; i < tokens.size(); ++i)
             writer.row(std::uint64_t(base) + i, record(round.slot, x, tokens[i]));
         writer.complete();
@@ -381,7 +377,7 @@ class Dispatch {
         const std::size_t count = std::size_t(route.crossed[std::size_t(source)]), k = std::size_t(s_.top_k);
         const std::uint64_t base = std::uint64_t(rail_base(s_, node, node_));
         const RowArea rail = BufferLayout::nth(l_.rail, round.slot);
-        RowReader<Fabric> reader(f_, s_.completion, source, rail, arrival(Sig::rail, source, round.epoch),
+        RowReader<Fabric> reader(f_, s_.completion, source, rail, arrival(Sig::rail, round.slot, source, round.epoch),
                                  std::size_t(meta_bytes(s_)), "dispatch rail rows");
         reader.wait();
         reader.take(base, count);
@@ -415,8 +411,8 @@ class Dispatch {
             });
             return;
         }
-        RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(round.offered[std::size_t(p)]),
-                                 arrival(Sig::rows, source, round.epoch), rows_to_rank(fwd.routing, p));
+        const std::uint32_t slot = round.offered[std::size_t(p)];
+        RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot), arrival(Sig::rows, slot, source, round.epoch), rows_to_rank(fwd.routing, p));
         for_rows_to(fwd.routing, p, [&](int d, std::int64_t n, std::int32_t t) {
             writer.row(std::uint64_t(fwd.place[std::size_t(d)] + n), staged(t));
         });
@@ -501,11 +497,12 @@ class Dispatch {
     }
 
     // Without completion entries nothing local says when sources are free: everyone's word that all arrived does.
-    void exit(std::uint64_t epoch) {
+    void exit(const DispatchRound& round) {
         for (int i = 1; i < s_.ranks; ++i)
-            f_.signal(0, peer(i), l_.signal(Sig::exit, std::uint64_t(me_)), epoch, SignalOp::set, Order::strong);
+            f_.signal(0, peer(i), l_.staged(Sig::exit, round.offered[std::size_t(peer(i))], me_, 0), round.epoch, SignalOp::set,
+                      Order::strong);
         for (int i = 1; i < s_.ranks; ++i)
-            f_.wait(l_.signal(Sig::exit, std::uint64_t(peer(i))), epoch, peer(i), 0, "dispatch exit");
+            f_.wait(l_.staged(Sig::exit, round.slot, peer(i), 0), round.epoch, peer(i), 0, "dispatch exit");
     }
 
     Fabric& f_;

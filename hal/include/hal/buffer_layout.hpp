@@ -38,16 +38,17 @@ HAL_FN RowArea row_area(const EpShape& s, std::int64_t rows, std::int64_t x_byte
     return {0, std::uint64_t(rows), std::uint64_t(x_bytes), std::uint64_t(meta), std::uint64_t(blocks)};
 }
 
-// Signal slots. Each has one publisher, so none is ever written by two ranks.
+// Signal slots. Each has one publisher, so none is ever written by two ranks. Those from `counts` to `home` exist for each
+// slot of the areas that they speak of and for each of two queues, so rounds in flight never share one.
 enum class Sig : std::uint8_t {
-    ready,    // [2][ranks]: opens a dispatch round
-    counts,   // [num_buffers][ranks]: schedule latency
-    rows,     // [ranks][2 queues]: source's rows are in their final place
-    rail,     // [ranks][2 queues]: source's rows are in the rail area
-    exit,     // [ranks]: that rank has received the round; no source is still read
-    gather,   // [num_buffers][ranks][2 queues]: a node member's rows are in the gather area
-    home,     // [num_buffers][ranks][2 queues]: rows are back home
-    credit,   // [ranks]: the last combine round that rank has finished
+    ready,   // [2][ranks]: opens a dispatch round
+    counts,  // [ranks]: schedule latency, source's counts are here
+    rows,    // [ranks]: source's rows are in their final place
+    rail,    // [ranks]: source's rows are in the rail area
+    exit,    // [ranks]: that rank has received the round; no source is still read
+    gather,  // [ranks]: a node member's rows are in the gather area
+    home,    // [ranks]: rows are back home
+    credit,  // [ranks]: the last combine round that rank has finished
     end,
 };
 
@@ -60,7 +61,7 @@ struct BufferLayout {
 
     HAL_FN static std::uint64_t slots_before(const EpShape& s, Sig kind) {
         const std::uint64_t r = std::uint64_t(s.ranks), b = std::uint64_t(s.num_buffers);
-        const std::uint64_t n[] = {2 * r, b * r, 2 * r, 2 * r, r, 2 * b * r, 2 * b * r, r};
+        const std::uint64_t staged = 2 * b * r, n[] = {2 * r, staged, staged, staged, staged, staged, staged, r};
         std::uint64_t sum = 0;
         for (int i = 0; i < int(kind); ++i) sum += n[i];
         return sum;
