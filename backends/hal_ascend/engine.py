@@ -59,6 +59,7 @@ class AscendEngine(HostEngine):
         self._kernels, self._fabric, self._base = kernels, keep, base
         self._local_experts = spec.num_experts // shape.ranks
         self._free = list(range(spec.num_buffers - 1, -1, -1))
+        self._in_flight, self._flight_limit = 0, max(1, spec.num_buffers - 1)
         self._copies_sources = False  # the kernels stage every source in registered memory
 
     @property

@@ -234,6 +234,7 @@ private:
     HAL_AICORE void send_partial(std::int32_t node, std::int32_t home) {
         const std::int32_t tokens = crossed_from(c_, home);
         const std::uint64_t base = std::uint64_t(rail_base(s_, node, c_.node)), to = std::uint64_t(partial_base(s_, c_.node, node));
+        wait_credit(home);  // send() waited for this node's homes only
         require_room(c_, home, tokens, 1, partial_meta() != 0);
         if (c_.failed()) return;
         sender_.open(home, home_area());

@@ -62,9 +62,10 @@ private:
     HAL_AICORE std::uint32_t offered(std::int32_t peer) const {
         return ready_of(read_word<std::uint64_t>(c_.a.offered + 8 * std::uint64_t(peer))).slot;
     }
-    HAL_AICORE Arrival arrival(Sig kind, std::int32_t publisher) const {
-        const std::uint64_t i = std::uint64_t(publisher) * 2;
-        return {{c_.l.signal(kind, i), c_.l.signal(kind, i + 1)}, rows_word(c_.a.epoch, false), c_.word_offset(Word::rows, c_.a.epoch)};
+    // `slot`: the receive slot, of whoever is signalled.
+    HAL_AICORE Arrival arrival(Sig kind, std::uint64_t slot, std::int32_t publisher) const {
+        return {{c_.l.staged(kind, slot, publisher, 0), c_.l.staged(kind, slot, publisher, 1)}, rows_word(c_.a.epoch, false),
+                c_.word_offset(Word::rows, c_.a.epoch)};
     }
 
     // One record for each token: scales, global ids, weights. Every copy of the token's row carries the same record.
@@ -236,7 +237,7 @@ private:
         c_.signal(p, 0, count_signal(offered(p), c_.me), c_.word_offset(Word::counts, c_.a.epoch));
     }
     HAL_AICORE std::uint64_t count_signal(std::uint64_t slot, std::int32_t source) const {
-        return c_.l.signal(Sig::counts, slot * std::uint64_t(s_.ranks) + std::uint64_t(source));
+        return c_.l.staged(Sig::counts, slot, source, 0);
     }
 
     HAL_AICORE void send_rows() {
@@ -251,8 +252,8 @@ private:
         for (std::int32_t i = 1; i < s_.ranks; ++i) {
             const std::int32_t p = c_.peer(i);
             if (!c_.mine(p)) continue;
-            if (c_.near(p)) sender_.publish(p, arrival(Sig::rows, c_.me));
-            else if (rail_of(s_, c_.me, node_of(s_, p)) == p) sender_.publish(p, arrival(Sig::rail, c_.me));
+            if (c_.near(p)) sender_.publish(p, arrival(Sig::rows, offered(p), c_.me));
+            else if (rail_of(s_, c_.me, node_of(s_, p)) == p) sender_.publish(p, arrival(Sig::rail, offered(p), c_.me));
         }
     }
 
@@ -294,7 +295,7 @@ private:
         rows_to(p, ids, target, [&](std::int32_t t, std::uint64_t row, const RowArea&) {
             sender_.row(row, source_of(area, std::uint64_t(t), meta()));
         });
-        sender_.close(arrival(Sig::rows, c_.me));
+        sender_.close(arrival(Sig::rows, offered(p), c_.me));
     }
 
     // Each token crosses to a node once, however many of its ranks own its experts.
@@ -309,7 +310,7 @@ private:
         for (std::int32_t t = 0; t < c_.a.tokens; ++t)
             if (stops_of(c_, ids, t, first, first + node_destinations(s_), stops) > 0)
                 sender_.row(row++, source_of(area, std::uint64_t(t), meta()));
-        sender_.close(arrival(Sig::rail, c_.me));
+        sender_.close(arrival(Sig::rail, offered(rail), c_.me));
     }
 
     // What crossed from other nodes goes to its owners on this node, into the same places as with schedule direct.
@@ -327,7 +328,7 @@ private:
         for (std::int32_t i = 1; i < s_.nodes; ++i) {
             const std::int32_t source = rail_of(s_, c_.me, (c_.node + s_.nodes - i) % s_.nodes);
             for (std::int32_t p = c_.node * node_ranks(s_); p < (c_.node + 1) * node_ranks(s_); ++p)
-                if (p != c_.me && c_.mine(p)) sender_.publish(p, arrival(Sig::rows, source));
+                if (p != c_.me && c_.mine(p)) sender_.publish(p, arrival(Sig::rows, offered(p), source));
         }
         note_raw_heads(c_, 0, c_.a.epoch);
         return c_.sync();
@@ -341,7 +342,7 @@ private:
         const std::int32_t source = rail_of(s_, c_.me, node), count = crossed_from(c_, source);
         const std::uint64_t base = std::uint64_t(rail_base(s_, node, c_.node));
         const RowArea rail = BufferLayout::nth(c_.l.rail, c_.a.slot);
-        const Arrival from = arrival(Sig::rail, source);
+        const Arrival from = arrival(Sig::rail, c_.a.slot, source);
         c_.wait_arrival(from, source, Stage::dispatch_rail);
         if (C == Completion::flag_in_block)
             unpack_rows(c_, rail, base, std::uint64_t(count), meta(), from.word, source, Stage::dispatch_rail);
@@ -372,7 +373,7 @@ private:
         rows_to(p, ids, target, [&](std::int32_t t, std::uint64_t row, const RowArea&) {
             sender_.row(row, source_of(rail, base + std::uint64_t(t), meta()));
         });
-        sender_.close(arrival(Sig::rows, source));
+        sender_.close(arrival(Sig::rows, offered(p), source));
     }
 
     HAL_AICORE void receive_counts() {
@@ -388,7 +389,7 @@ private:
     HAL_AICORE void receive_rows_of(std::int32_t source) {
         const std::int32_t from = deliverer_of(s_, source, c_.me);
         if (from == c_.me || !c_.mine(source)) return;
-        const Arrival in = arrival(Sig::rows, source);
+        const Arrival in = arrival(Sig::rows, c_.a.slot, source);
         c_.wait_arrival(in, from, Stage::dispatch_rows);
         if (C != Completion::flag_in_block) return;
         ReceivedFrom received(c_, own_, source);
@@ -502,11 +503,11 @@ private:
     HAL_AICORE void exit() {
         for (std::int32_t i = 1; i < s_.ranks; ++i)
             if (c_.mine(c_.peer(i)))
-                c_.signal(c_.peer(i), 0, c_.l.signal(Sig::exit, std::uint64_t(c_.me)), c_.word_offset(Word::exit, c_.a.epoch));
+                c_.signal(c_.peer(i), 0, c_.l.staged(Sig::exit, offered(c_.peer(i)), c_.me, 0), c_.word_offset(Word::exit, c_.a.epoch));
         for (std::int32_t i = 1; i < s_.ranks; ++i) {
             const std::int32_t p = c_.peer(i);
             if (!c_.mine(p)) continue;
-            c_.wait(c_.l.signal(Sig::exit, std::uint64_t(p)), c_.a.epoch, p, 0, Stage::dispatch_exit);
+            c_.wait(c_.l.staged(Sig::exit, c_.a.slot, p, 0), c_.a.epoch, p, 0, Stage::dispatch_exit);
             if (!c_.failed()) reclaim_raw(c_, 0, c_.a.epoch, p);
         }
         c_.sync();

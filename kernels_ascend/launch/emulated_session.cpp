@@ -97,6 +97,11 @@ void EmulatedSession::idle(udma::Launch& launch) {
     }
 }
 
+void EmulatedSession::launch(Kernel kernel, std::uint64_t args, int cores) {
+    transport_.require_usable();
+    EmulatedRuntime::launch(kernel, args, cores);
+}
+
 std::pair<int, std::string> EmulatedSession::root_of_stall(int rank) { return transport_.root_of_stall(rank); }
 
 void EmulatedSession::mark_failed(int rank, const std::string& reason) {
@@ -105,7 +110,6 @@ void EmulatedSession::mark_failed(int rank, const std::string& reason) {
 }
 
 std::uint64_t EmulatedSession::run(PrimitiveArgs args) {
-    transport_.require_usable();
     args.queues = options_.queues;
     launch(Kernel::primitive, reinterpret_cast<std::uint64_t>(&args), 1);
     return args.value;

@@ -32,6 +32,7 @@ public:
     std::uint64_t wait(std::uint64_t slot, std::uint64_t at_least, int source, double timeout);
     void quiet(int queue, int peer);
 
+    void launch(Kernel kernel, std::uint64_t args, int cores) override;  // UnusableError after a PeerTimeout
     std::pair<int, std::string> root_of_stall(int rank) override;
     void mark_failed(int rank, const std::string& reason) override;
     const udma::Counters& counters() const { return emulated_->engine.counters; }
