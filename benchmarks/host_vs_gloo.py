@@ -4,8 +4,9 @@ of the same bytes, in one run:
 
     python benchmarks/host_vs_gloo.py [--ranks 4] [--tokens 512] [--hidden 2048] [--json FILE] [--markdown FILE]
 
-Every rank is a process. The three take turns in each iteration, so that a change of the machine's mood meets them all.
-An iteration's time is from the first rank's start to the last rank's end. Bytes are payload rows written by all ranks, local ones included.
+Every rank is a process. The three take turns in each iteration, so that a change of the machine's load meets them all.
+An iteration's time is from the first rank's start to the last rank's end. Bytes are payload rows written by all ranks,
+local ones included.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Gloo:
         torch, dist, ranks = self.torch, self.dist, self.args.ranks
         owners = topk_idx // (self.args.experts // ranks)
         hit = torch.zeros((len(x), ranks), dtype=torch.bool).scatter_(1, owners, True)
-        rank_of, token_of = hit.t().nonzero(as_tuple=True)
+        token_of = hit.t().nonzero(as_tuple=True)[1]
         sent = hit.sum(0)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
@@ -80,13 +81,12 @@ class Memcpy:
 
     def __init__(self, nbytes: int, folder: Path, rank: int) -> None:
         path = folder / f"memcpy{rank}"
-        path.write_bytes(b"\0" * max(nbytes, 1))
+        path.write_bytes(b"\0" * max(2 * nbytes, 1))
         with path.open("r+b") as file:
-            self.target = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)[:nbytes]
-        self.source = np.ones(nbytes, np.uint8)
+            self.target = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)[: 2 * nbytes]
+        self.source = np.ones(2 * nbytes, np.uint8)
 
     def pair(self) -> None:
-        np.copyto(self.target, self.source)
         np.copyto(self.target, self.source)
 
 
@@ -189,8 +189,14 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for r in result["rows"]:
-        lines.append(f"| {r['name']} | {r['min_ms']:.2f} | {r['median_ms']:.2f} | {r['p99_ms']:.2f} | {r['GB_per_s']:.2f} |")
-    lines += ["", f"{result['times_gloo']:.2f} x the speed of gloo; {result['share_of_memcpy']:.0%} of plain memcpy.", ""]
+        lines.append(
+            f"| {r['name']} | {r['min_ms']:.2f} | {r['median_ms']:.2f} | {r['p99_ms']:.2f} | {r['GB_per_s']:.2f} |"
+        )
+    lines += [
+        "",
+        f"{result['times_gloo']:.2f} x the speed of gloo; {result['share_of_memcpy']:.0%} of plain memcpy.",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -360,31 +360,18 @@ def _seconds(value: Any) -> float:
 def _config(cfg: HalConfig | Settings | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:
     """The settings as a checked dataclass."""
     base = HalConfig() if cfg is None else connection_config(cfg)
-    given = dict(settings)
-    _check_names(HalConfig, given)
-    topology = given.get("topology")
-    if isinstance(topology, Mapping):
-        _check_names(TopologyConfig, topology, "topology.")
-        given["topology"] = TopologyConfig(**topology)
-    config = replace(base, **given)
-    for name, least in (("queues", 1), ("signal_slots", 1)):
-        _check_count(name, getattr(config, name), least)
-    if not is_dataclass(config.topology):
+    _check_names(HalConfig, settings)
+    config = connection_config({field.name: getattr(base, field.name) for field in fields(HalConfig)} | dict(settings))
+    if not isinstance(config.topology, TopologyConfig):
         raise ContractError(f"topology must be a TopologyConfig or a mapping, not {config.topology!r}")
-    _check_count("topology.nodes", config.topology.nodes, 1)
     return replace(config, timeout=_seconds(config.timeout))
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ContractError(f"{name} must be an integer of at least {least}, not {value!r}")
-
-
-def _check_names(kind: Any, given: Mapping[str, Any], prefix: str = "") -> None:
+def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
     known = [field.name for field in fields(kind)]
     for name in given:
         if name not in known:
-            raise ContractError(f"unknown setting '{prefix}{name}'; known: {', '.join(known)}")
+            raise ContractError(f"unknown setting '{name}'; known: {', '.join(known)}")
 
 
 def _check_topology(config: HalConfig, world_size: int) -> None:

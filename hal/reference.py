@@ -223,9 +223,7 @@ def _sum_rows(x: Sequence[Array], terms: Sequence[Term]) -> NDArray[np.float32]:
     return acc
 
 
-def _sum_token(
-    x: Sequence[Array], terms: Sequence[Term], home: int, ranks: int, nodes: int
-) -> NDArray[np.float32]:
+def _sum_token(x: Sequence[Array], terms: Sequence[Term], home: int, ranks: int, nodes: int) -> NDArray[np.float32]:
     """With several nodes each node's part is summed first, and rounded to the rows' type if it crosses to another node.
     The home's own node's part never crosses, so it is not rounded."""
     if nodes == 1:
@@ -241,9 +239,7 @@ def _sum_token(
     return acc
 
 
-def _weights_home(
-    handle: Routing, home: int, topk_weights: Sequence[NDArray[np.float32]]
-) -> NDArray[np.float32]:
+def _weights_home(handle: Routing, home: int, topk_weights: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     """Each top-k position's weight as its expert's rank gave it; 0 where there is no expert."""
     out = np.zeros(handle.topk_idx[home].shape, np.float32)
     for token, ids in enumerate(handle.topk_idx[home].tolist()):
@@ -254,5 +250,7 @@ def _weights_home(
             if handle.spec.layout == "rank":
                 out[token, j] = topk_weights[owner][handle.rows[owner][home, token, -1], j]
             else:
-                out[token, j] = topk_weights[owner][handle.rows[owner][home, token, expert - owner * handle.local_experts]]
+                out[token, j] = topk_weights[owner][
+                    handle.rows[owner][home, token, expert - owner * handle.local_experts]
+                ]
     return out

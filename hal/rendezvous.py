@@ -241,8 +241,7 @@ class Server(threading.Thread):
         self._members[rank] = connection
         if len(self._members) == self._world_size:
             self._ready = True
-            for member in self._members.values():
-                self._send(member, {"ready": True})
+            self._tell(set(self._members), {"ready": True})
 
     def _handle(self, connection: _Connection, rank: int, message: dict[str, Any]) -> None:
         if "gather" in message:
@@ -265,8 +264,7 @@ class Server(threading.Thread):
             else:
                 calls = ", ".join(f"rank {r} called '{values[r][0]}'" for r in sorted(values))
                 reply = {"mismatch": f"all ranks must make the same collective calls in the same order: {calls}"}
-            for member in self._members.values():
-                self._send(member, reply)
+            self._tell(set(values), reply)
         elif self._gone:
             self._fail(number)
 
@@ -276,9 +274,7 @@ class Server(threading.Thread):
         for rank, reason in self._gone.items():
             if rank not in values:
                 fault = {"fault": rank, "present": len(values), "reason": reason}
-                for waiting in values:
-                    if waiting in self._members:
-                        self._send(self._members[waiting], fault)
+                self._tell(set(values), fault)
                 return
 
     def _lost(self, connection: _Connection, reason: str) -> None:
@@ -294,6 +290,11 @@ class Server(threading.Thread):
             for number in list(self._gathers):
                 self._fail(number)
 
+    def _tell(self, ranks: set[int], message: dict[str, Any]) -> None:
+        """Rank 0 hears last: it may end its process, and this thread with it, as soon as it has."""
+        for rank in sorted(ranks & self._members.keys(), reverse=True):
+            self._send(self._members[rank], message)
+
     def _missing(self, present: set[int]) -> dict[str, Any]:
         missing = sorted(set(range(self._world_size)) - present)
         reason = f"{names(missing)} missing of {self._world_size}" if missing else "rank 0 is too slow"
@@ -302,8 +303,10 @@ class Server(threading.Thread):
     def _farewell(self) -> None:
         """Rank 0 leaves: whoever still waits hears for whom, and what was promised is sent."""
         if not self._ready:
-            for member in self._members.values():
-                self._send(member, self._missing(set(self._members) | {0}))
+            self._tell(set(self._members), self._missing(set(self._members) | {0}))
+        for values in self._gathers.values():
+            # If rank 0 gave its value, its patience has ended before the others': they are told what it was told.
+            self._tell(set(values), self._missing(set(values)))
         deadline = time.monotonic() + FLUSH_SECONDS
         while any(c.unsent for c in self._connections) and time.monotonic() < deadline:
             for key, mask in self._selector.select(timeout=0.05):

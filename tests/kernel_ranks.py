@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hal_host import _engine
+from hal_host.engine import HostEngine, combine_dtype, shape_of
 
 from hal import reference
 from hal.arrays import NUMPY_DTYPES, as_buffer, to_kind
 from hal.config import ExpertParallelSpec, TopologyConfig
-from hal_host import _engine
-from hal_host.engine import HostEngine, combine_dtype, shape_of
 
 GUARD = 4096
 """Bytes of sentinel behind each window."""

@@ -213,6 +213,20 @@ def test_a_users_application_can_take_every_default(app: Path) -> None:
     assert done.stdout.splitlines()[0] == str(HalConfig())
 
 
+def test_a_users_application_connects_with_its_own_config(app: Path) -> None:
+    (app / "conf" / "app.yaml").write_text("defaults:\n  - /hal: default\n  - _self_\nhydra:\n  run:\n    dir: .\n")
+    (app / "app.py").write_text(
+        "import hal, hydra\n"
+        "@hydra.main(config_path='conf', config_name='app', version_base='1.3')\n"
+        "def main(cfg):\n"
+        "    with hal.connect(cfg.hal, timeout=5) as comm:\n"
+        "        print(comm.world_size, comm.config.backend, comm.config.timeout)\n"
+        "main()\n"
+    )
+    done = run_app(app)
+    assert done.stdout == "1 host 5.0\n", done.stderr
+
+
 def test_importing_hal_and_its_settings_loads_no_hydra() -> None:
     code = "import sys, hal, hal.compose, hal.config; print({'hydra', 'omegaconf'} & set(sys.modules))"
     done = run_python(code)

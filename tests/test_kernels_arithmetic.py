@@ -9,12 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hal_host import _engine
+from hal_host.engine import shape_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hal.config import ExpertParallelSpec
-from hal_host import _engine
-from hal_host.engine import shape_of
 
 U32 = st.integers(0, 2**32 - 1)
 
@@ -89,7 +89,9 @@ def test_nothing_in_the_buffer_overlaps_and_the_parts_add_up(layout, schedule, c
         end = offset + nbytes
     assert end <= sum(size for _, size in parts)
     per_row = 48 + 32
-    if completion == "strong_signal":  # within 5 % of the plain count of rows, but for the planes' rounding to 512 bytes
+    if (
+        completion == "strong_signal"
+    ):  # within 5 % of the plain count of rows, but for the planes' rounding to 512 bytes
         receive = dict(parts)["receive"] / buffers
         assert 0 <= receive - _engine.receive_rows(shape) * per_row <= 2 * 512
 
@@ -149,7 +151,10 @@ def test_rounding_of_float32_is_nearest_even(dtype):
 )
 def test_sum_has_the_order_and_roundings_of_the_reference(dtype, width, count, weighted, seed):
     rng = np.random.default_rng(seed)
-    rows = [(rng.standard_normal(width) * 10.0 ** rng.integers(-4, 4)).astype(np.float32).astype(ELEMENTS[dtype]) for _ in range(count)]
+    rows = [
+        (rng.standard_normal(width) * 10.0 ** rng.integers(-4, 4)).astype(np.float32).astype(ELEMENTS[dtype])
+        for _ in range(count)
+    ]
     weights = rng.random(count).astype(np.float32).tolist() if weighted else []
     want = expected_sum(rows, weights)
     got = sum_rows(dtype, rows, weights)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hal.config import ExpertParallelSpec
     from hal_host.session import HostSession
 
-_KERNELS = {ShmFabric: ShmKernels, AnyFabric: AnyKernels, ThreadFabric: ThreadKernels}
+_KERNELS: dict[type, Any] = {ShmFabric: ShmKernels, AnyFabric: AnyKernels, ThreadFabric: ThreadKernels}
 _READS_SOURCE_LATER = (AnyFabric, ThreadFabric)
 """Fabrics that may still read a put's source after the call."""
 
@@ -107,7 +107,7 @@ class HostEngine:
     def _start(self, fabric: Any, spec: ExpertParallelSpec, shape: Any) -> None:
         self.spec = spec
         self._fabric = fabric
-        self._kernels = _KERNELS[type(fabric)](fabric, shape, getattr(_engine.Element, combine_dtype(spec)))
+        self._kernels = _KERNELS[type(fabric)](fabric, shape, _engine.Element.__members__[combine_dtype(spec)])
         self._base = _engine.window_address(fabric)
         self._local_experts = spec.num_experts // shape.ranks
         self._free = list(range(spec.num_buffers - 1, -1, -1))
@@ -188,7 +188,9 @@ class HostEngine:
         source, weights = x, topk_weights
         if self._copies_sources:
             source, weights = _copy(x), _copy(topk_weights) if topk_weights else None
-        round_ = self._kernels.combine_send(source.ptr, state, weights.ptr if weights else 0, weights is not None, weighted)
+        round_ = self._kernels.combine_send(
+            source.ptr, state, weights.ptr if weights else 0, weights is not None, weighted
+        )
         return _Combine(round_, (source, weights), weights is not None)
 
     def combine_recv(

@@ -14,6 +14,7 @@ bit for bit, and lie as close to the plain float64 sum as the roundings in betwe
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,7 +96,9 @@ def _prepare(args: argparse.Namespace, settings: Settings) -> tuple[str, list[st
         words, ids = (words * repeats)[: len(idx)], np.tile(ids, repeats)[: len(idx)]
         routing = idx, weights
     limit = work.tokens * settings.ranks
-    return source, words[:limit], settings, Job(Model(work, args.layers), ids[:limit], routing)
+    return source, words[:limit], settings, Job(
+        Model(work, args.layers), ids[:limit], routing, progress=sys.stderr.isatty()
+    )
 
 
 def _headline(source: str, settings: Settings, job: Job) -> str:

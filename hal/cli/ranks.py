@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
 import sys
 import tempfile
@@ -48,10 +49,18 @@ def _raise_failure(folder: Path, status: int) -> None:
         raise HalError(f"a rank ended with status {status}; its output is above")
 
 
+def _share_processors() -> None:
+    """Before NumPy loads: the ranks' matrix libraries together use this machine's processors once, not once for each."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("HAL_WORLD_SIZE", "1"))))
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, threads)
+
+
 def _rank_main(folder: Path) -> int:
     """One rank. Its error becomes a file, so that the parent can say it once."""
     import hal
 
+    _share_processors()
     settings, function, payload = pickle.loads((folder / _WORK).read_bytes())
     module, _, name = function.partition(":")
     rank = "unknown"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,6 +25,8 @@ class Job:
     ids: NDArray[np.int64]
     routing: Routing | None
     """[N, k] each, used by every layer in place of the router."""
+    progress: bool = False
+    """Rank 0 tells on stderr which layer is done."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ def run_rank(comm: Any, settings: Settings, job: Job) -> list[LayerResult]:
         for layer in range(model.layers):
             idx, weights = routing or model.route(layer, x)
             results.append(_layer(comm, ep, settings, model, layer, (*model.to_wire(x), idx, weights)))
+            if job.progress and comm.rank == 0:
+                print(f"layer {layer + 1} of {model.layers} done", file=sys.stderr, flush=True)
             x = model.next_input(x, results[-1].y)
     return results
 

@@ -48,7 +48,8 @@ void bind_shape(py::module_& m) {
         [](const EpShape& shape) {
             const BufferLayout layout = buffer_layout(shape);
             std::vector<std::pair<std::string, std::uint64_t>> parts;
-            for (int i = 0; i < buffer_parts(); ++i) parts.emplace_back(buffer_part_name(i), buffer_part_bytes(layout, i));
+            for (int i = 0; i < buffer_parts(); ++i)
+                parts.emplace_back(buffer_part_name(i), buffer_part_bytes(layout, i));
             return parts;
         },
         "shape"_a, "The symmetric buffer's parts, in order: [(name, bytes)]. Their sum is the window's size.");
@@ -62,15 +63,18 @@ std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t>> buffer_map(co
     for (std::uint64_t i = 0; i < slots; ++i) all.emplace_back("signal", i * std::uint64_t(s.signal_stride), 8);
     for (std::uint64_t e = 0; e < 2 && l.header_bytes; ++e)
         for (int r = 0; r < s.ranks; ++r) all.emplace_back("header", l.header(e, r), l.header_bytes);
-    const std::pair<const char*, RowArea> areas[] = {{"receive", l.receive}, {"rail", l.rail}, {"gather", l.gather}, {"home", l.home}};
+    const std::pair<const char*, RowArea> areas[] = {
+        {"receive", l.receive}, {"rail", l.rail}, {"gather", l.gather}, {"home", l.home}};
     for (int b = 0; b < s.num_buffers; ++b) {
-        for (int r = 0; r < s.ranks && l.counts_bytes; ++r) all.emplace_back("counts", l.count_message(std::uint64_t(b), r), l.counts_bytes);
+        for (int r = 0; r < s.ranks && l.counts_bytes; ++r)
+            all.emplace_back("counts", l.count_message(std::uint64_t(b), r), l.counts_bytes);
         for (const auto& [name, area] : areas) {
             const RowArea a = BufferLayout::nth(area, std::uint64_t(b));
             if (!a.rows) continue;
             all.emplace_back(std::string(name) + ".x", a.x(0), a.rows * a.x_bytes);
             all.emplace_back(std::string(name) + ".meta", a.meta(0), a.rows * a.meta_bytes);
-            if (a.block_row_bytes) all.emplace_back(std::string(name) + ".blocks", a.blocks(0), a.rows * a.block_row_bytes);
+            if (a.block_row_bytes)
+                all.emplace_back(std::string(name) + ".blocks", a.blocks(0), a.rows * a.block_row_bytes);
         }
     }
     return all;
@@ -116,15 +120,16 @@ void bind_arithmetic(py::module_& m) {
     bind_counting(m);
     m.def(
         "sum_rows",
-        [](ep::Element element, const std::vector<std::uintptr_t>& rows, const std::vector<float>& weights, std::size_t width,
-           std::uintptr_t y) {
+        [](ep::Element element, const std::vector<std::uintptr_t>& rows, const std::vector<float>& weights,
+           std::size_t width, std::uintptr_t y) {
             ep::Sum sum;
             sum.rows = reinterpret_cast<const void* const*>(rows.data());
             sum.weights = weights.empty() ? nullptr : weights.data();
             sum.count = int(rows.size());
             ep::sum_rows(element, sum, width, reinterpret_cast<void*>(y));  // NOLINT(performance-no-int-to-ptr)
         },
-        "element"_a, "rows"_a, "weights"_a, "width"_a, "y"_a, "y = sum of rows at these addresses, as combine sums them.");
+        "element"_a, "rows"_a, "weights"_a, "width"_a, "y"_a,
+        "y = sum of rows at these addresses, as combine sums them.");
 }
 
 }  // namespace hal

@@ -32,24 +32,25 @@ void require_pending(const Round& round) {
 }
 
 template <class Fabric>
-DispatchRound dispatch_send(Kernels<Fabric>& k, std::uint32_t slot, Address x, std::int32_t tokens, Address idx, bool int64,
-                            Address weights, Address scales, const std::shared_ptr<State>& reused) {
+DispatchRound dispatch_send(Kernels<Fabric>& k, std::uint32_t slot, Address x, std::int32_t tokens, Address idx,
+                            bool int64, Address weights, Address scales, const std::shared_ptr<State>& reused) {
     py::gil_scoped_release unlocked;
-    return k.dispatch_send(slot, {at<std::byte>(x), tokens, at<void>(idx), int64, at<float>(weights), at<float>(scales)}, reused.get());
+    return k.dispatch_send(
+        slot, {at<std::byte>(x), tokens, at<void>(idx), int64, at<float>(weights), at<float>(scales)}, reused.get());
 }
 
 template <class Fabric>
-void dispatch_recv(Kernels<Fabric>& k, DispatchRound& round, Address scales, Address idx, Address weights, Address tokens_per_expert,
-                   Address offsets) {
+void dispatch_recv(Kernels<Fabric>& k, DispatchRound& round, Address scales, Address idx, Address weights,
+                   Address tokens_per_expert, Address offsets) {
     require_pending(round);
     py::gil_scoped_release unlocked;
-    k.dispatch_recv(round, {at<float>(scales), at<std::int32_t>(idx), at<float>(weights), at<std::int32_t>(tokens_per_expert),
-                            at<std::int64_t>(offsets)});
+    k.dispatch_recv(round, {at<float>(scales), at<std::int32_t>(idx), at<float>(weights),
+                            at<std::int32_t>(tokens_per_expert), at<std::int64_t>(offsets)});
 }
 
 template <class Fabric>
-CombineRound combine_send(Kernels<Fabric>& k, Address x, const std::shared_ptr<State>& state, Address weights, bool returns_weights,
-                          bool weighted) {
+CombineRound combine_send(Kernels<Fabric>& k, Address x, const std::shared_ptr<State>& state, Address weights,
+                          bool returns_weights, bool weighted) {
     py::gil_scoped_release unlocked;
     return k.combine_send({at<std::byte>(x), at<float>(weights), returns_weights, weighted}, state);
 }
@@ -66,14 +67,16 @@ template <class Fabric>
 void bind_kernels(py::module_& m, const char* name) {
     using K = Kernels<Fabric>;
     py::class_<K>(m, name, "Dispatch and combine of one rank over one window (kernels_host/ep/kernels.hpp).")
-        .def(py::init<Fabric&, const EpShape&, ep::Element>(), "fabric"_a, "shape"_a, "combine_element"_a, py::keep_alive<1, 2>())
-        .def("dispatch_send", &dispatch_send<Fabric>, "slot"_a, "x"_a, "tokens"_a, "topk_idx"_a, "idx_is_int64"_a, "topk_weights"_a,
-             "scales"_a, "reused"_a)
+        .def(py::init<Fabric&, const EpShape&, ep::Element>(), "fabric"_a, "shape"_a, "combine_element"_a,
+             py::keep_alive<1, 2>())
+        .def("dispatch_send", &dispatch_send<Fabric>, "slot"_a, "x"_a, "tokens"_a, "topk_idx"_a, "idx_is_int64"_a,
+             "topk_weights"_a, "scales"_a, "reused"_a)
         .def("rows", &K::rows, "round"_a)
         .def("received_x", &K::received_x, "round"_a, "Offset in the window of the rows that a round receives.")
-        .def("dispatch_recv", &dispatch_recv<Fabric>, "round"_a, "scales"_a, "topk_idx"_a, "topk_weights"_a, "tokens_per_expert"_a,
-             "expert_offsets"_a)
-        .def("combine_send", &combine_send<Fabric>, "x"_a, "state"_a, "topk_weights"_a, "returns_weights"_a, "weighted"_a)
+        .def("dispatch_recv", &dispatch_recv<Fabric>, "round"_a, "scales"_a, "topk_idx"_a, "topk_weights"_a,
+             "tokens_per_expert"_a, "expert_offsets"_a)
+        .def("combine_send", &combine_send<Fabric>, "x"_a, "state"_a, "topk_weights"_a, "returns_weights"_a,
+             "weighted"_a)
         .def("combine_recv", &combine_recv<Fabric>, "round"_a, "bias0"_a, "bias1"_a, "y"_a, "topk_weights"_a);
 }
 
@@ -84,7 +87,8 @@ Address window_address(Fabric& fabric) {
 
 void bind_thread_fabric(py::module_& m) {
     using namespace ep;
-    py::class_<ThreadWorld, std::shared_ptr<ThreadWorld>>(m, "ThreadWorld", "Windows of ranks that are threads; for tests.")
+    py::class_<ThreadWorld, std::shared_ptr<ThreadWorld>>(m, "ThreadWorld",
+                                                          "Windows of ranks that are threads; for tests.")
         .def(py::init<int, int, std::size_t, double, bool>(), "ranks"_a, "queues"_a, "nbytes"_a, "timeout"_a, "lazy"_a);
     py::class_<ThreadFabric>(m, "ThreadFabric")
         .def(py::init<std::shared_ptr<ThreadWorld>, int>(), "world"_a, "rank"_a)
@@ -112,7 +116,8 @@ void bind_ep(py::module_& m) {
     bind_kernels<AnyFabric>(m, "AnyKernels");
     m.def("window_address", &window_address<ep::ThreadFabric>, "fabric"_a);
     m.def("window_address", &window_address<ShmFabric>, "fabric"_a);
-    m.def("window_address", &window_address<AnyFabric>, "fabric"_a, "Address of this rank's part of the fabric's window.");
+    m.def("window_address", &window_address<AnyFabric>, "fabric"_a,
+          "Address of this rank's part of the fabric's window.");
 }
 
 }  // namespace hal

@@ -41,8 +41,9 @@ class Combine {
     CombineRound send(const CombineInput& in, std::shared_ptr<State> state) {
         const std::uint64_t depth = std::uint64_t(s_.num_buffers);
         if (epoch_ + 1 > finished_.all_until + depth)
-            throw ContractViolation("combine " + std::to_string(finished_.all_until + 1) + " was sent and not received, and " +
-                                    std::to_string(depth) + " may be in flight; receive it first, or raise num_buffers");
+            throw ContractViolation("combine " + std::to_string(finished_.all_until + 1) +
+                                    " was sent and not received, and " + std::to_string(depth) +
+                                    " may be in flight; receive it first, or raise num_buffers");
         CombineRound round{++epoch_, std::move(state), in.weighted, in.returns_weights, false};
         for (int i = 1; i < near_ranks(); ++i) {
             const int p = near(i);
@@ -100,8 +101,8 @@ class Combine {
     // A row of this rank's x, with its weights if they are carried back.
     Record record(const CombineRound& round, const CombineInput& in, std::int64_t row) const {
         const std::size_t r = std::size_t(row), n = row_weights();
-        return {in.x + r * row_bytes(), row_bytes(),
-                round.returns_weights ? in.topk_weights + r * n : nullptr, round.returns_weights ? 4 * n : 0};
+        return {in.x + r * row_bytes(), row_bytes(), round.returns_weights ? in.topk_weights + r * n : nullptr,
+                round.returns_weights ? 4 * n : 0};
     }
 
     // Rows of the tokens whose home is p.
@@ -164,7 +165,8 @@ class Combine {
         // send() waited for this node's homes only; this one may still be summing the staging's last round.
         const std::uint64_t credit = wanted_credit(round.epoch, std::uint64_t(s_.num_buffers));
         if (credit) f_.wait(l_.signal(Sig::credit, std::uint64_t(home)), credit, home, 0, "combine credit");
-        RowWriter<Fabric> writer(f_, s_.completion, home, home_area(round), arrival(Sig::home, round, me_), fwd.routing.tokens);
+        RowWriter<Fabric> writer(f_, s_.completion, home, home_area(round), arrival(Sig::home, round, me_),
+                                 fwd.routing.tokens);
         for (std::int32_t t = 0; t < fwd.routing.tokens; ++t) {
             std::byte* y = partial_[stage(round)].data() + (first + std::size_t(t)) * row_bytes();
             terms_.clear();
@@ -190,11 +192,13 @@ class Combine {
         const Route& route = *round.state->route;
         const int node = node_of(s_, p), first = p * groups(s_);
         if (!is_near(p)) {
-            reader.take(std::uint64_t(partial_base(s_, node, node_)), route.crossing[std::size_t(other_index(node, node_))].size());
+            reader.take(std::uint64_t(partial_base(s_, node, node_)),
+                        route.crossing[std::size_t(other_index(node, node_))].size());
             return;
         }
         for (int d = first; d < first + groups(s_); ++d)
-            reader.take(std::uint64_t(route.home.row_of({d, 0, 0}, first_near())), std::uint64_t(route.home.rows_to(d)));
+            reader.take(std::uint64_t(route.home.row_of({d, 0, 0}, first_near())),
+                        std::uint64_t(route.home.rows_to(d)));
     }
 
     // Every term of every token, nodes ascending; within this node, and without nodes, in the routing's own order.
@@ -226,14 +230,16 @@ class Combine {
             }
             if (!is_hierarchical(s_)) inner_begin = inner_end = 0;  // one flat sum
             const void* biases[2] = {};
-            for (int b = 0; b < bias_count; ++b) biases[b] = static_cast<const std::byte*>(bias[b]) + std::size_t(t) * row_bytes();
+            for (int b = 0; b < bias_count; ++b)
+                biases[b] = static_cast<const std::byte*>(bias[b]) + std::size_t(t) * row_bytes();
             sum(round.weighted, inner_begin, inner_end, biases, bias_count,
                 static_cast<std::byte*>(out.y) + std::size_t(t) * row_bytes());
         }
     }
 
     // Another node's partial sum, already weighted and rounded.
-    void add_partial(const Route& route, std::int32_t t, int node, std::uint64_t row, const RowArea& area, const CombineOutput& out) {
+    void add_partial(const Route& route, std::int32_t t, int node, std::uint64_t row, const RowArea& area,
+                     const CombineOutput& out) {
         terms_.rows.push_back(f_.read(area.x(row), area.x_bytes));
         terms_.weights.push_back(1.0F);
         if (!out.topk_weights) return;
@@ -247,7 +253,8 @@ class Combine {
 
     // Terms of token t from destinations [first, end); row(stop) is the row in `area`. `weights` [tokens, k] or null.
     template <class Row>
-    void add_terms(const Routing& routing, std::int32_t t, int first, int end, const float* weights, const RowArea& area, const Row& row) {
+    void add_terms(const Routing& routing, std::int32_t t, int first, int end, const float* weights,
+                   const RowArea& area, const Row& row) {
         for (std::int32_t i = routing.first_stop[std::size_t(t)]; i < routing.first_stop[std::size_t(t) + 1]; ++i) {
             const Stop& stop = routing.stops[std::size_t(i)];
             if (stop.destination < first || stop.destination >= end) continue;
@@ -258,12 +265,14 @@ class Combine {
 
     // Weights that came back with token t's rows, each to its position.
     template <class Row>
-    void copy_weights(const Routing& routing, std::int32_t t, int first, int end, const RowArea& area, float* out, const Row& row) {
+    void copy_weights(const Routing& routing, std::int32_t t, int first, int end, const RowArea& area, float* out,
+                      const Row& row) {
         const std::int32_t* ids = routing.ids.data() + std::int64_t(t) * s_.top_k;
         for (std::int32_t i = routing.first_stop[std::size_t(t)]; i < routing.first_stop[std::size_t(t) + 1]; ++i) {
             const Stop& stop = routing.stops[std::size_t(i)];
             if (stop.destination < first || stop.destination >= end) continue;
-            const auto* w = reinterpret_cast<const float*>(f_.read(area.meta(std::uint64_t(row(stop))), 4 * row_weights()));
+            const auto* w =
+                reinterpret_cast<const float*>(f_.read(area.meta(std::uint64_t(row(stop))), 4 * row_weights()));
             if (s_.layout == Layout::expert) {
                 out[stop.position] = w[0];
                 continue;
@@ -287,8 +296,8 @@ class Combine {
         finished_.finish(round.epoch);
         if (finished_.all_until == before) return;
         for (int i = 1; i < s_.ranks; ++i)
-            f_.signal(0, (me_ + i) % s_.ranks, l_.signal(Sig::credit, std::uint64_t(me_)), finished_.all_until, SignalOp::set,
-                      Order::strong);
+            f_.signal(0, (me_ + i) % s_.ranks, l_.signal(Sig::credit, std::uint64_t(me_)), finished_.all_until,
+                      SignalOp::set, Order::strong);
         if (s_.completion != Completion::strong_signal_no_cqe) return;
         // Without completion entries, everyone's credit is what says that this rank's sources are read no more.
         for (int i = 1; i < s_.ranks; ++i) {

@@ -45,7 +45,8 @@ class Dispatch {
   public:
     Dispatch(Fabric& fabric, const BufferLayout& layout)
         : f_(fabric), l_(layout), s_(layout.shape), me_(fabric.rank()), node_(node_of(s_, me_)),
-          meta_(std::size_t(s_.num_buffers)), header_(std::size_t(s_.num_buffers)), dirty_(std::size_t(s_.num_buffers)) {
+          meta_(std::size_t(s_.num_buffers)), header_(std::size_t(s_.num_buffers)),
+          dirty_(std::size_t(s_.num_buffers)) {
         for (auto& d : dirty_) d.assign(std::size_t(s_.ranks * groups(s_)), 0);
     }
 
@@ -145,7 +146,8 @@ class Dispatch {
     // One record for each token: scales, global ids, weights. Every copy of the token's row carries the same record.
     void pack_meta(std::uint32_t slot, const State& state, const DispatchInput& in) {
         const Routing& home = state.route->home;
-        const std::size_t bytes = std::size_t(meta_bytes(s_)), k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim);
+        const std::size_t bytes = std::size_t(meta_bytes(s_)), k = std::size_t(s_.top_k),
+                          scales = std::size_t(s_.scale_dim);
         std::vector<std::byte>& meta = meta_[slot];
         meta.resize(std::size_t(home.tokens) * bytes);
         const std::vector<std::int32_t>& ids = home.ids;
@@ -166,12 +168,15 @@ class Dispatch {
             header = route.home.counts;
             if (is_hierarchical(s_))
                 for (int node = 0; node < s_.nodes; ++node)
-                    header.push_back(node == node_ ? 0 : std::int32_t(route.crossing[std::size_t(other_index(node, node_))].size()));
+                    header.push_back(
+                        node == node_ ? 0 : std::int32_t(route.crossing[std::size_t(other_index(node, node_))].size()));
             std::memcpy(f_.write(l_.header(round.epoch, me_), 4 * header.size()), header.data(), 4 * header.size());
         }
         for (int i = 1; i < s_.ranks; ++i) {
-            if (counts) f_.put(0, peer(i), l_.header(round.epoch, me_), header.data(), 4 * header.size(), Order::relaxed);
-            f_.signal(0, peer(i), l_.ready(round.epoch, me_), ready_word(own_ready(round)), SignalOp::set, Order::strong);
+            if (counts)
+                f_.put(0, peer(i), l_.header(round.epoch, me_), header.data(), 4 * header.size(), Order::relaxed);
+            f_.signal(0, peer(i), l_.ready(round.epoch, me_), ready_word(own_ready(round)), SignalOp::set,
+                      Order::strong);
         }
     }
 
@@ -183,8 +188,8 @@ class Dispatch {
     void wait_ready(DispatchRound& round) {
         std::vector<Ready> peers(std::size_t(s_.ranks), own_ready(round));
         for (int i = 1; i < s_.ranks; ++i)
-            peers[std::size_t(peer(i))] = ready_of(f_.wait(l_.ready(round.epoch, peer(i)), ready_word({round.epoch, 0, false, 0}),
-                                                           peer(i), 0, "dispatch ready"));
+            peers[std::size_t(peer(i))] = ready_of(f_.wait(
+                l_.ready(round.epoch, peer(i)), ready_word({round.epoch, 0, false, 0}), peer(i), 0, "dispatch ready"));
         for (int p = 0; p < s_.ranks; ++p) {
             try {
                 agree(own_ready(round), peers[std::size_t(p)], p);
@@ -198,11 +203,13 @@ class Dispatch {
 
     static void agree(const Ready& own, const Ready& other, int rank) {
         if (other.reuse != own.reuse)
-            throw ContractViolation("rank " + std::to_string(rank) + (other.reuse ? " reuses a handle and this rank exchanges counts"
-                                                                                  : " exchanges counts and this rank reuses a handle") +
+            throw ContractViolation("rank " + std::to_string(rank) +
+                                    (other.reuse ? " reuses a handle and this rank exchanges counts"
+                                                 : " exchanges counts and this rank reuses a handle") +
                                     "; pass a handle on all ranks or on none");
         if (other.tag != own.tag)
-            throw ContractViolation("rank " + std::to_string(rank) + " reuses the handle of another dispatch than this rank (" +
+            throw ContractViolation("rank " + std::to_string(rank) +
+                                    " reuses the handle of another dispatch than this rank (" +
                                     std::to_string(other.tag) + " and " + std::to_string(own.tag) +
                                     "); pass handles of the same dispatch on all ranks");
     }
@@ -296,7 +303,8 @@ class Dispatch {
         Route& route = *round.state->route;
         const std::size_t ints = 1 + std::size_t(groups(s_));
         for (int source = 0; source < s_.ranks; ++source) {
-            if (source != me_) f_.wait(l_.staged(Sig::counts, round.slot, source, 0), round.epoch, source, 0, "dispatch counts");
+            if (source != me_)
+                f_.wait(l_.staged(Sig::counts, round.slot, source, 0), round.epoch, source, 0, "dispatch counts");
             std::vector<std::int32_t> message(ints);
             std::memcpy(message.data(), f_.read(l_.count_message(round.slot, source), 4 * ints), 4 * ints);
             std::int64_t back = message[0];
@@ -314,14 +322,16 @@ class Dispatch {
         for (int i = 1; i < node_ranks_served(); ++i) {
             const int p = is_hierarchical(s_) ? neighbour(i) : peer(i);
             const std::uint32_t slot = round.offered[std::size_t(p)];
-            RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot), arrival(Sig::rows, slot, me_, round.epoch), rows_to_rank(route.home, p));
+            RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot),
+                                     arrival(Sig::rows, slot, me_, round.epoch), rows_to_rank(route.home, p));
             for_rows_to(route.home, p, [&](int d, std::int64_t n, std::int32_t t) {
                 writer.row(std::uint64_t(route.place[std::size_t(d)] + n), record(round.slot, x, t));
             });
             writer.complete();
         }
         for_rows_to(route.home, me_, [&](int d, std::int64_t n, std::int32_t t) {
-            local_row(f_, receive_area(round.slot), std::uint64_t(route.place[std::size_t(d)] + n), record(round.slot, x, t));
+            local_row(f_, receive_area(round.slot), std::uint64_t(route.place[std::size_t(d)] + n),
+                      record(round.slot, x, t));
         });
     }
 
@@ -353,7 +363,8 @@ class Dispatch {
         const int rail = rail_of(s_, me_, node);
         const std::int64_t base = rail_base(s_, node_, node);
         const std::uint32_t slot = round.offered[std::size_t(rail)];
-        RowWriter<Fabric> writer(f_, s_.completion, rail, BufferLayout::nth(l_.rail, slot), arrival(Sig::rail, slot, me_, round.epoch), std::int64_t(tokens.size()));
+        RowWriter<Fabric> writer(f_, s_.completion, rail, BufferLayout::nth(l_.rail, slot),
+                                 arrival(Sig::rail, slot, me_, round.epoch), std::int64_t(tokens.size()));
         for (std::size_t i = 0; i < tokens.size(); ++i)
             writer.row(std::uint64_t(base) + i, record(round.slot, x, tokens[i]));
         writer.complete();
@@ -403,7 +414,8 @@ class Dispatch {
         const std::uint64_t base = std::uint64_t(rail_base(s_, node, node_));
         const auto staged = [&](std::int32_t n) {
             const std::uint64_t row = base + std::uint64_t(n);
-            return Record{f_.read(rail.x(row), rail.x_bytes), rail.x_bytes, f_.read(rail.meta(row), rail.meta_bytes), rail.meta_bytes};
+            return Record{f_.read(rail.x(row), rail.x_bytes), rail.x_bytes, f_.read(rail.meta(row), rail.meta_bytes),
+                          rail.meta_bytes};
         };
         if (p == me_) {
             for_rows_to(fwd.routing, p, [&](int d, std::int64_t n, std::int32_t t) {
@@ -412,7 +424,8 @@ class Dispatch {
             return;
         }
         const std::uint32_t slot = round.offered[std::size_t(p)];
-        RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot), arrival(Sig::rows, slot, source, round.epoch), rows_to_rank(fwd.routing, p));
+        RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot),
+                                 arrival(Sig::rows, slot, source, round.epoch), rows_to_rank(fwd.routing, p));
         for_rows_to(fwd.routing, p, [&](int d, std::int64_t n, std::int32_t t) {
             writer.row(std::uint64_t(fwd.place[std::size_t(d)] + n), staged(t));
         });
@@ -460,7 +473,8 @@ class Dispatch {
 
     // The rows' records into the caller's planes, global ids as local ones.
     void hand_out_rows(std::uint32_t slot, const Received& r, int group, const DispatchOutput& out) {
-        const std::size_t k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim), stride = std::size_t(meta_bytes(s_));
+        const std::size_t k = std::size_t(s_.top_k), scales = std::size_t(s_.scale_dim),
+                          stride = std::size_t(meta_bytes(s_));
         const std::int32_t local_count = local_experts(s_), first = me_ * local_count;
         const std::byte* meta = f_.read(receive_area(slot).meta(std::uint64_t(r.place)), stride * std::size_t(r.count));
         if (s_.layout == Layout::expert) out.tokens_per_expert[group] += std::int32_t(r.count);
@@ -499,8 +513,8 @@ class Dispatch {
     // Without completion entries nothing local says when sources are free: everyone's word that all arrived does.
     void exit(const DispatchRound& round) {
         for (int i = 1; i < s_.ranks; ++i)
-            f_.signal(0, peer(i), l_.staged(Sig::exit, round.offered[std::size_t(peer(i))], me_, 0), round.epoch, SignalOp::set,
-                      Order::strong);
+            f_.signal(0, peer(i), l_.staged(Sig::exit, round.offered[std::size_t(peer(i))], me_, 0), round.epoch,
+                      SignalOp::set, Order::strong);
         for (int i = 1; i < s_.ranks; ++i)
             f_.wait(l_.staged(Sig::exit, round.slot, peer(i), 0), round.epoch, peer(i), 0, "dispatch exit");
     }

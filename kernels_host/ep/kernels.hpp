@@ -23,14 +23,17 @@ class Kernels {
     // `slot` is a receive slot that nobody holds; it is held until recv has returned and its rows are no longer used.
     DispatchRound dispatch_send(std::uint32_t slot, const DispatchInput& in, const State* reused) {
         if (slot >= std::uint32_t(layout_.shape.num_buffers))
-            throw ContractViolation("receive slot " + std::to_string(slot) + " of " + std::to_string(layout_.shape.num_buffers));
+            throw ContractViolation("receive slot " + std::to_string(slot) + " of " +
+                                    std::to_string(layout_.shape.num_buffers));
         return dispatch_.send(slot, in, reused);
     }
     std::int64_t rows(const DispatchRound& round) const { return dispatch_.rows(round); }
     void dispatch_recv(DispatchRound& round, const DispatchOutput& out) { dispatch_.recv(round, out); }
     std::uint64_t received_x(const DispatchRound& round) const { return dispatch_.receive_area(round.slot).x(0); }
 
-    CombineRound combine_send(const CombineInput& in, std::shared_ptr<State> state) { return combine_.send(in, std::move(state)); }
+    CombineRound combine_send(const CombineInput& in, std::shared_ptr<State> state) {
+        return combine_.send(in, std::move(state));
+    }
     void combine_recv(CombineRound& round, const void* const* bias, int bias_count, const CombineOutput& out) {
         combine_.recv(round, bias, bias_count, out);
     }
@@ -39,14 +42,18 @@ class Kernels {
     static BufferLayout checked(const Fabric& fabric, const EpShape& s) {
         const auto refuse = [](const std::string& why) { throw ContractViolation(why); };
         if (s.ranks != fabric.world_size())
-            refuse("shape for " + std::to_string(s.ranks) + " ranks on a fabric of " + std::to_string(fabric.world_size()));
-        if (s.num_experts % s.ranks) refuse(std::to_string(s.num_experts) + " experts do not divide by " + std::to_string(s.ranks) + " ranks");
-        if (s.nodes < 1 || s.ranks % s.nodes) refuse(std::to_string(s.ranks) + " ranks do not divide by " + std::to_string(s.nodes) + " nodes");
+            refuse("shape for " + std::to_string(s.ranks) + " ranks on a fabric of " +
+                   std::to_string(fabric.world_size()));
+        if (s.num_experts % s.ranks)
+            refuse(std::to_string(s.num_experts) + " experts do not divide by " + std::to_string(s.ranks) + " ranks");
+        if (s.nodes < 1 || s.ranks % s.nodes)
+            refuse(std::to_string(s.ranks) + " ranks do not divide by " + std::to_string(s.nodes) + " nodes");
         if (s.num_buffers < 1 || s.num_buffers > std::int32_t(ready_slots()))
             refuse("num_buffers is " + std::to_string(s.num_buffers) + "; use 1 ... " + std::to_string(ready_slots()));
         const BufferLayout layout = buffer_layout(s);
         if (layout.total > fabric.size())
-            refuse("the window has " + std::to_string(fabric.size()) + " bytes and the shape needs " + std::to_string(layout.total));
+            refuse("the window has " + std::to_string(fabric.size()) + " bytes and the shape needs " +
+                   std::to_string(layout.total));
         return layout;
     }
 

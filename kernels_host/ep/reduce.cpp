@@ -167,9 +167,12 @@ HAL_VECTOR_CLONES void sum_fp32(const Sum& s, std::size_t width, void* y) { sum_
 
 void sum_rows(Element element, const Sum& sum, std::size_t width, void* y) {
     switch (element) {
-        case Element::bfloat16: return sum_bf16(sum, width, y);
-        case Element::float16: return sum_fp16(sum, width, y);
-        case Element::float32: return sum_fp32(sum, width, y);
+        case Element::bfloat16:
+            return sum_bf16(sum, width, y);
+        case Element::float16:
+            return sum_fp16(sum, width, y);
+        case Element::float32:
+            return sum_fp32(sum, width, y);
     }
 }
 

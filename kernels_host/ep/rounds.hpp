@@ -11,9 +11,9 @@ namespace hal::ep {
 
 // Rows received from one source for one group.
 struct Received {
-    std::int64_t place;   // first row here
+    std::int64_t place;  // first row here
     std::int64_t count;
-    std::int64_t back;    // first row of the area to which combine returns them
+    std::int64_t back;  // first row of the area to which combine returns them
 };
 
 // Hierarchical: one other node's source whose rows this rank forwards, and whose partial sums it sends back.
@@ -39,8 +39,8 @@ struct Route {
 // One dispatch: its route and the weights it carried.
 struct State {
     std::shared_ptr<Route> route;
-    std::vector<float> weights;                        // [tokens, k] at home
-    std::vector<std::vector<float>> forward_weights;   // [other nodes][crossed tokens, k]
+    std::vector<float> weights;                       // [tokens, k] at home
+    std::vector<std::vector<float>> forward_weights;  // [other nodes][crossed tokens, k]
 };
 
 struct DispatchRound {

@@ -67,7 +67,8 @@ class RowWriter {
   private:
     void blocks(int queue, std::uint64_t row, const Record& r) {
         const std::size_t bytes = r.x_bytes + r.meta_bytes;
-        for (std::size_t from = 0, block = area_.blocks(row); from < bytes; from += block_data(), block += block_bytes()) {
+        for (std::size_t from = 0, block = area_.blocks(row); from < bytes;
+             from += block_data(), block += block_bytes()) {
             const std::size_t until = std::min(bytes, from + std::size_t(block_data()));
             // A block may hold the payload's end and the meta's start.
             if (from < r.x_bytes)
@@ -112,7 +113,8 @@ class RowReader {
     void wait() {
         if (completion_ == Completion::flag_in_block) return;
         const int signals = completion_ == Completion::strong_last ? 1 : used_queues(fabric_.queues());
-        for (int q = 0; q < signals; ++q) check(fabric_.wait(arrival_.slot[q], arrival_.word & ~std::uint64_t(1), source_, q, stage_));
+        for (int q = 0; q < signals; ++q)
+            check(fabric_.wait(arrival_.slot[q], arrival_.word & ~std::uint64_t(1), source_, q, stage_));
     }
 
     // Rows [first, first + n) are in their planes afterwards.
@@ -124,7 +126,8 @@ class RowReader {
   private:
     void unpack(std::uint64_t row) {
         const std::size_t bytes = area_.x_bytes + meta_bytes_;
-        for (std::size_t from = 0, block = area_.blocks(row); from < bytes; from += block_data(), block += block_bytes()) {
+        for (std::size_t from = 0, block = area_.blocks(row); from < bytes;
+             from += block_data(), block += block_bytes()) {
             const std::size_t until = std::min(bytes, from + std::size_t(block_data()));
             check(fabric_.wait(block + block_data(), arrival_.word & ~std::uint64_t(1), source_, 0, stage_));
             const std::byte* data = fabric_.read(block, until - from);

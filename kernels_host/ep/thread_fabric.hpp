@@ -88,7 +88,9 @@ class ThreadFabric {
         if (offset + nbytes > world_->nbytes) throw ContractViolation("access past the window's end");
         return world_->windows[std::size_t(rank)].get() + offset;
     }
-    std::vector<Operation>& queue_of(int queue, int peer) { return pending_[std::size_t(queue * world_->ranks + peer)]; }
+    std::vector<Operation>& queue_of(int queue, int peer) {
+        return pending_[std::size_t(queue * world_->ranks + peer)];
+    }
     void flush(int queue, int peer) {
         std::vector<Operation>& ops = queue_of(queue, peer);
         std::shuffle(ops.begin(), ops.end(), random_);

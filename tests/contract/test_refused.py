@@ -8,6 +8,7 @@ not, and the run goes on.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,20 +158,26 @@ def test_a_closed_communicator_is_said_to_be_closed(target):
     target.run(PLAIN.ranks, PLAIN.nodes, body)
 
 
-def test_more_dispatches_in_flight_than_receive_slots(target):
-    sent = batch(PLAIN, 8)
-    expected = Expected(PLAIN, sent)
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+def test_more_dispatches_in_flight_than_receive_slots(target, num_buffers):
+    case = replace(PLAIN, num_buffers=num_buffers)
+    sent = batch(case, 8)
+    expected = Expected(case, sent)
+    limit = max(1, num_buffers - 1)
 
     def body(layer: Layer) -> None:
         arguments = layer.arguments(sent[layer.rank])
-        pending = [layer.ep.dispatch_send(**arguments) for _ in range(PLAIN.num_buffers)]
-        with pytest.raises(CapacityError, match=r"needed 3, given 2.*num_buffers"):
+        # Whether a rank still holds an earlier result must not decide what is refused: peers may hold none.
+        held = layer.ep.dispatch(**arguments) if layer.rank % 2 else layer.ep.dispatch(**arguments).handle
+        pending = [layer.ep.dispatch_send(**arguments) for _ in range(limit)]
+        with pytest.raises(CapacityError, match=rf"needed {limit + 1}, given {limit}.*num_buffers"):
             layer.ep.dispatch_send(**arguments)
         for one in pending:
             layer.check(layer.ep.dispatch_recv(one), expected)
         layer.dispatch(sent[layer.rank], expected)
+        del held
 
-    on_all_ranks(target, PLAIN, body)
+    on_all_ranks(target, case, body)
 
 
 def test_use_after_close(target):

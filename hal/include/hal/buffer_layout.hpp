@@ -30,11 +30,14 @@ struct RowArea {
     HAL_FN std::uint64_t bytes() const {
         return plane(rows * x_bytes) + plane(rows * meta_bytes) + rows * block_row_bytes;
     }
-    HAL_FN static std::uint64_t plane(std::uint64_t n) { return std::uint64_t(align_up(std::int64_t(n), block_bytes())); }
+    HAL_FN static std::uint64_t plane(std::uint64_t n) {
+        return std::uint64_t(align_up(std::int64_t(n), block_bytes()));
+    }
 };
 
 HAL_FN RowArea row_area(const EpShape& s, std::int64_t rows, std::int64_t x_bytes, std::int64_t meta) {
-    const std::int64_t blocks = s.completion == Completion::flag_in_block ? blocks_of(x_bytes + meta) * block_bytes() : 0;
+    const std::int64_t blocks =
+        s.completion == Completion::flag_in_block ? blocks_of(x_bytes + meta) * block_bytes() : 0;
     return {0, std::uint64_t(rows), std::uint64_t(x_bytes), std::uint64_t(meta), std::uint64_t(blocks)};
 }
 
@@ -101,7 +104,8 @@ HAL_FN BufferLayout buffer_layout(const EpShape& s) {
     l.counts_bytes = latency ? std::uint64_t(align_up(4 * (1 + groups(s)), 64)) : 0;
     at += RowArea::plane(depth * ranks * l.counts_bytes);
 
-    const std::int64_t back = 4 * return_weights(s), gather_rows = two_level ? (s.nodes - 1) * direct_return_rows(s) : 0;
+    const std::int64_t back = 4 * return_weights(s),
+                       gather_rows = two_level ? (s.nodes - 1) * direct_return_rows(s) : 0;
     l.receive = row_area(s, receive_rows(s), s.row_bytes, meta_bytes(s));
     l.rail = row_area(s, other_nodes_rows(s), s.row_bytes, meta_bytes(s));
     l.gather = row_area(s, gather_rows, s.combine_row_bytes, back);
@@ -122,7 +126,8 @@ HAL_FN const char* buffer_part_name(int i) {
     return names[i];
 }
 HAL_FN std::uint64_t buffer_part_bytes(const BufferLayout& l, int i) {
-    const std::uint64_t start[] = {0, l.headers, l.counts, l.receive.offset, l.rail.offset, l.gather.offset, l.home.offset, l.total};
+    const std::uint64_t start[] = {
+        0, l.headers, l.counts, l.receive.offset, l.rail.offset, l.gather.offset, l.home.offset, l.total};
     return start[i + 1] - start[i];
 }
 

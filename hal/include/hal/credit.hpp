@@ -13,7 +13,8 @@ HAL_FN std::uint64_t wanted_credit(std::uint64_t n, std::uint64_t depth) { retur
 HAL_FN std::uint64_t ring_slot(std::uint64_t n, std::uint64_t depth) { return n % depth; }
 
 // A request ring with free-running 32-bit indices: do `need` more entries fit, `guard` entries kept spare? Across the wrap.
-HAL_FN bool ring_fits(std::uint32_t head, std::uint32_t tail, std::uint32_t need, std::uint32_t depth, std::uint32_t guard) {
+HAL_FN bool ring_fits(std::uint32_t head, std::uint32_t tail, std::uint32_t need, std::uint32_t depth,
+                      std::uint32_t guard) {
     return std::uint64_t(std::uint32_t(head - tail)) + need + guard < depth;
 }
 

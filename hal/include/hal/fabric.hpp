@@ -50,8 +50,8 @@ struct PeerTimeoutError : std::runtime_error {
     std::string reason;
     PeerTimeoutError(int rank_, std::string stage_, int queue_, std::uint64_t expected_, std::uint64_t seen_,
                      double seconds_, std::string reason_)
-        : std::runtime_error("peer timeout"), rank(rank_), stage(std::move(stage_)), queue(queue_),
-          expected(expected_), seen(seen_), seconds(seconds_), reason(std::move(reason_)) {}
+        : std::runtime_error("peer timeout"), rank(rank_), stage(std::move(stage_)), queue(queue_), expected(expected_),
+          seen(seen_), seconds(seconds_), reason(std::move(reason_)) {}
 };
 
 // Thrown by kernels when ranks disagree or input breaks the contract; becomes hal.errors.ContractError.

@@ -10,7 +10,12 @@ namespace hal {
 
 enum class Layout : std::uint8_t { rank = 0, expert = 1 };
 enum class Schedule : std::uint8_t { direct = 0, hierarchical = 1, latency = 2 };
-enum class Completion : std::uint8_t { strong_signal = 0, strong_signal_no_cqe = 1, strong_last = 2, flag_in_block = 3 };
+enum class Completion : std::uint8_t {
+    strong_signal = 0,
+    strong_signal_no_cqe = 1,
+    strong_last = 2,
+    flag_in_block = 3
+};
 
 struct EpShape {
     std::int32_t ranks = 1;
@@ -20,10 +25,10 @@ struct EpShape {
     std::int32_t max_tokens = 1;
     std::int32_t alignment = 1;  // rows; layout expert
     std::int32_t num_buffers = 2;
-    std::int32_t scale_dim = 0;          // float32 values for each row
-    std::int32_t row_bytes = 16;         // of a dispatched row
-    std::int32_t combine_row_bytes = 16; // of a combined row
-    std::int32_t signal_stride = 64;     // bytes between signal slots; 512 on Ascend
+    std::int32_t scale_dim = 0;           // float32 values for each row
+    std::int32_t row_bytes = 16;          // of a dispatched row
+    std::int32_t combine_row_bytes = 16;  // of a combined row
+    std::int32_t signal_stride = 64;      // bytes between signal slots; 512 on Ascend
     Layout layout = Layout::rank;
     Schedule schedule = Schedule::direct;
     Completion completion = Completion::strong_signal;
