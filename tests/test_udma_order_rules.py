@@ -132,7 +132,7 @@ def test_rule_36_overlapping_unordered_writes_are_reported() -> None:
 
 
 def test_rule_37_order_codes_do_nothing_for_a_core_s_cache() -> None:
-    """The receiver cached the row before it landed. The strong flag arrives, and the cached row is still the old one."""
+    """The receiver cached the row before it landed. The strong flag arrives; the cached row is still the old one."""
     rig = Rig()
     receiver = rig.cores[1]
     assert receiver.load64(DATA) == 0

@@ -197,6 +197,7 @@ void bind_world(py::module_& m) {
         .def("settle", &World::settle, "Every engine step there is.")
         .def("run", &World::run, py::call_guard<py::gil_scoped_release>(), "To the end; returns the number of steps.")
         .def_property_readonly("idle", &World::idle)
+        .def_property_readonly("steps", &World::steps)
         .def_property_readonly("warnings", &World::warnings)
         .def("counters", [](World& w, int pe) { return counters_of(w.device(pe)); })
         .def("queue", [](World& w, int pe, int target, std::uint32_t qp) { return queue_state(w.device(pe), target, qp); })

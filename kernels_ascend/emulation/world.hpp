@@ -55,6 +55,7 @@ public:
     std::uint64_t cycles() const { return cycles_; }
     bool coin();
     std::vector<std::string> warnings() const;
+    std::uint64_t steps() const { return steps_; }
     std::uint64_t most_steps = 20'000'000;
 
 private:
