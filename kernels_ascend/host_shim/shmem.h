@@ -7,6 +7,41 @@
 
 #define ACLSHMEM_DEVICE inline
 
+// ---- host side: declared so that device/*.cpp is checked by the host compiler; nothing here defines it ----
+
+enum aclshmem_data_op_engine_type_t { ACLSHMEM_DATA_OP_MTE = 1, ACLSHMEM_DATA_OP_SDMA = 2, ACLSHMEM_DATA_OP_ROCE = 4, ACLSHMEM_DATA_OP_UDMA = 8 };
+enum aclshmemx_bootstrap_t { ACLSHMEMX_INIT_WITH_DEFAULT = 1, ACLSHMEMX_INIT_WITH_MPI = 2, ACLSHMEMX_INIT_WITH_UNIQUEID = 8 };
+struct aclshmemx_uniqueid_t {
+    char internal[512];
+};
+struct aclshmemx_option_attr_t {
+    std::uint32_t version;
+    aclshmem_data_op_engine_type_t data_op_engine_type;
+    std::uint32_t shm_init_timeout, shm_create_timeout, control_operation_timeout;
+    std::int32_t sockFd;
+};
+struct aclshmemx_init_attr_t {
+    int my_pe, n_pes;
+    char ip_port[64];
+    std::uint64_t local_mem_size;
+    aclshmemx_option_attr_t option_attr;
+    void* comm_args;
+    std::uint64_t instance_id;
+};
+extern "C" {
+int aclshmemx_get_uniqueid(aclshmemx_uniqueid_t* uid);
+int aclshmemx_set_attr_uniqueid_args(int my_pe, int n_pes, std::int64_t local_mem_size, aclshmemx_uniqueid_t* uid,
+                                     aclshmemx_init_attr_t* attr);
+int aclshmemx_init_attr(aclshmemx_bootstrap_t flags, aclshmemx_init_attr_t* attr);
+int aclshmemx_set_qp_num(aclshmem_data_op_engine_type_t engine, std::uint32_t qp_num);
+std::int32_t aclshmemx_set_conf_store_tls(bool enable, const char* info, std::uint32_t length);
+void* aclshmem_malloc(std::size_t bytes);
+void aclshmem_free(void* address);
+int aclshmem_finalize(void);
+}
+
+// ---- device side ----
+
 inline constexpr std::uint32_t ACLSHMEMX_UDMA_ODR_NO = 0, ACLSHMEMX_UDMA_ODR_RO = 5, ACLSHMEMX_UDMA_ODR_SO = 6;
 inline constexpr std::uint32_t ACLSHMEM_MAX_QP_NUM = hal::udma::kMaxQueues;
 

@@ -2,6 +2,8 @@
 // Rows to one peer at a time, and the proof that they arrived, under each completion protocol (docs/completion_protocols.md).
 // Every leg of dispatch and combine goes through these, so a protocol is stated once.
 #pragma once
+#include <type_traits>
+
 #include "raw_wqe.h"
 
 namespace hal::ascend {

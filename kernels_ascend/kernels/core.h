@@ -21,7 +21,7 @@ struct Arrival {
 
 class Core {
 public:
-    HAL_AICORE explicit Core(GM_ADDR args) : a(*reinterpret_cast<const __gm__ EpArgs*>(args)), s(a.shape) {
+    HAL_AICORE explicit Core(GM_ADDR args) : a(from_global<EpArgs>(args)), s(a.shape) {
         l = buffer_layout(s);
         st = stage_layout(l);
         me = a.rank;

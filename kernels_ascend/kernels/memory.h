@@ -22,6 +22,16 @@ HAL_AICORE AscendC::GlobalTensor<T> global(std::uint64_t address) {
     return t;
 }
 
+// A structure that the host wrote before the launch, word by word: the compiler does not copy objects between memories.
+template <class T>
+HAL_AICORE T from_global(GM_ADDR address) {
+    static_assert(sizeof(T) % 8 == 0);
+    T value;
+    const auto words = reinterpret_cast<const __gm__ std::uint64_t*>(address);
+    for (std::uint32_t i = 0; i < sizeof(T) / 8; ++i) reinterpret_cast<std::uint64_t*>(&value)[i] = words[i];
+    return value;
+}
+
 // Global -> scratch; readable by the scalar and vector units afterwards.
 template <class T>
 HAL_AICORE void load(const AscendC::LocalTensor<T>& dst, std::uint64_t src, std::uint32_t count) {

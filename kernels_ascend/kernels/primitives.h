@@ -13,7 +13,7 @@ inline constexpr std::uint64_t kLargestPut = 256ULL << 20;
 
 class Primitives {
 public:
-    HAL_AICORE explicit Primitives(GM_ADDR args) : address_(reinterpret_cast<std::uint64_t>(args)), a_(*reinterpret_cast<const __gm__ PrimitiveArgs*>(args)) {
+    HAL_AICORE explicit Primitives(GM_ADDR args) : address_(reinterpret_cast<std::uint64_t>(args)), a_(from_global<PrimitiveArgs>(args)) {
         pipe_.InitBuffer(tile_buffer_, 32 * 1024);
         pipe_.InitBuffer(scratch_buffer_, 64);
         tile_ = tile_buffer_.Get<std::uint8_t>();
