@@ -161,6 +161,7 @@ def report(args: argparse.Namespace, nbytes: int, seconds: Any) -> None:
     result = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} VM",
+        "load_before": float(os.environ["HAL_BENCH_LOAD"]),
         "command": "python benchmarks/" + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "settings": {k: getattr(args, k) for k in ("ranks", "tokens", "hidden", "top_k", "experts", "iterations")},
         "payload_bytes": nbytes,
@@ -182,8 +183,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"# Dispatch + combine on the host: {s['ranks']} ranks, {s['tokens']} tokens, hidden {s['hidden']}, "
         f"top-{s['top_k']} of {s['experts']}, bf16, layout rank",
         "",
-        f"{result['date']}, {result['machine']}, `{result['command']}`. First start to last end of each iteration; "
-        f"{result['payload_bytes'] / 1e6:.1f} MB of rows a pair over all ranks, local rows included.",
+        f"{result['date']}, {result['machine']} (load average before the run: {result['load_before']}), "
+        f"`{result['command']}`. First start to last end of each "
+        f"iteration; {result['payload_bytes'] / 1e6:.1f} MB of rows a pair over all ranks, local rows included.",
         "",
         "| | min ms | median ms | p99 ms | GB/s at the median |",
         "|---|---|---|---|---|",
@@ -209,6 +211,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         os.environ["HAL_BENCH_DIR"] = folder
+        os.environ["HAL_BENCH_LOAD"] = f"{os.getloadavg()[0]:.1f}"  # what else the machine was busy with
         return run(args.ranks, [sys.executable, *sys.argv], prefix=False)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import selectors
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +29,19 @@ TERM_SECONDS = 1.0
 __all__ = ["connect", "run", "spawn"]
 
 _T = TypeVar("_T")
-_PR_SET_PDEATHSIG = 1
+# What each process runs first: the kernel's promise to kill it with the launcher (PR_SET_PDEATHSIG survives exec). A
+# preexec_fn would do it by forking this process, which may have threads that hold locks.
+_DIE_WITH_LAUNCHER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print(f"cannot start {sys.argv[2]}: {error.strerror}", file=sys.stderr)
+    os._exit(127)
+"""
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
@@ -98,27 +108,16 @@ class _Ranks:
 
     def start(self, n: int, argv: list[str], nodes: int, prefix: bool) -> None:
         shared = {"HAL_WORLD_SIZE": str(n), "HAL_NODES": str(nodes), "HAL_TOKEN": secrets.token_hex(32)}
-        parent = os.getpid()
-        libc = ctypes.CDLL(None, use_errno=True)
-
-        def follow_parent() -> None:  # in the child: die with the launcher
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
+        leash = [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER, str(os.getpid())]
         for rank in range(n):
-            with warnings.catch_warnings():
-                # Python warns of forking beside threads; the child only makes two system calls before it execs.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process = subprocess.Popen(
-                    argv,
-                    env={**os.environ, **shared, "HAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if prefix else None,
-                    stderr=subprocess.STDOUT if prefix else None,
-                    start_new_session=True,  # so that its own children can be ended with it
-                    preexec_fn=follow_parent,  # noqa: PLW1509 (see above)
-                )
+            process = subprocess.Popen(
+                [*leash, *argv],
+                env={**os.environ, **shared, "HAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if prefix else None,
+                stderr=subprocess.STDOUT if prefix else None,
+                start_new_session=True,  # so that its own children can be ended with it
+            )
             self._processes.append(process)
             if process.stdout is not None:
                 os.set_blocking(process.stdout.fileno(), False)

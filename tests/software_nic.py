@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the software NIC once for all its tests, and runs its torture program."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "kernels_cuda" / "software_nic"
+BUILD = ROOT / "build" / "software_nic"
+
+
+@functools.cache
+def build() -> Path:
+    """The folder with libnccl-net-hal-swnic.so and swnic_torture, up to date."""
+    if shutil.which("cmake") is None or (shutil.which("c++") or shutil.which("g++")) is None:
+        pytest.skip("building the software NIC needs cmake and a C++20 compiler")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (["cmake", "-S", str(SOURCES), "-B", str(BUILD)], ["cmake", "--build", str(BUILD), "-j", "2"]):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+    return BUILD
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """This process's variables, the stand-in for a GPU, and HAL_SWNIC_<name> for each setting."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HAL_SWNIC_", "NCCL_"))}
+    return clean | {"HAL_SWNIC_DEVICE": "host"} | {f"HAL_SWNIC_{name}": value for name, value in settings.items()}
+
+
+def torture(*options: str, timeout: float = 100, **settings: str) -> dict[str, Any]:
+    """What swnic_torture counted, with its messages as ``log``. DEVICE="cuda" is the fake driver (tests/fake_cuda.cpp)."""
+    variables = environment(**settings)
+    if settings.get("DEVICE") == "cuda":
+        variables["LD_LIBRARY_PATH"] = str(build() / "fake_cuda")
+    done = subprocess.run(
+        [str(build() / "swnic_torture"), *options],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result | {"log": done.stderr}
