@@ -140,9 +140,7 @@ class Engine(Protocol):
         self, x: Buffer, state: Any, topk_weights: Buffer | None, weighted: bool, stream: int | None
     ) -> Any: ...
 
-    def combine_recv(
-        self, pending: Any, bias: Sequence[Buffer], stream: int | None
-    ) -> tuple[Buffer, Buffer | None]:
+    def combine_recv(self, pending: Any, bias: Sequence[Buffer], stream: int | None) -> tuple[Buffer, Buffer | None]:
         """(y [T, H], topk_weights [T, k] if they were sent)."""
 
     def close(self) -> None: ...

@@ -79,4 +79,3 @@ class WorldRanks:
         if kind is None:
             self.check_sentinels()
         self.close()
-

@@ -43,7 +43,12 @@ def test_the_device_build_s_files_compile_against_the_shim(name: str) -> None:
 def test_the_abi_probe_sees_a_wrong_constant(tmp_path: Path) -> None:
     wrong = tmp_path / "shmem.h"
     text = (ASCEND / "host_shim" / "shmem.h").read_text()
-    wrong.write_text(text.replace("ACLSHMEMX_UDMA_ODR_RO = 5, ACLSHMEMX_UDMA_ODR_SO = 6", "ACLSHMEMX_UDMA_ODR_RO = 6, ACLSHMEMX_UDMA_ODR_SO = 5"))
+    wrong.write_text(
+        text.replace(
+            "ACLSHMEMX_UDMA_ODR_RO = 5, ACLSHMEMX_UDMA_ODR_SO = 6",
+            "ACLSHMEMX_UDMA_ODR_RO = 6, ACLSHMEMX_UDMA_ODR_SO = 5",
+        )
+    )
     command = ["g++", *FLAGS, "-fsyntax-only", f"-I{tmp_path}", *INCLUDE, str(ASCEND / "device" / "abi_probe.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert "order codes" in done.stderr
@@ -107,17 +112,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     folder = tmp_path_factory.mktemp("ascend")
     device = [ASCEND / "device" / name for name in ("acl_runtime.cpp", "c_abi.cpp")]
     sources = [
-        *device, ASCEND / "launch" / "ep_host.cpp", ASCEND / "kernels" / "entry.cpp", *sorted((ASCEND / "emulation").glob("*.cpp")),
+        *device, ASCEND / "launch" / "ep_host.cpp", ASCEND / "kernels" / "entry.cpp",
+        *sorted((ASCEND / "emulation").glob("*.cpp")),
         ROOT / "tests" / "ascend_one_device" / "fake_sdk.cpp",
     ]  # fmt: skip
     objects = [folder / f"{source.stem}.o" for source in sources]
-    jobs = [["g++", *FLAGS, "-O1", "-fPIC", "-c", *INCLUDE, str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
+    jobs = [
+        ["g++", *FLAGS, "-O1", "-fPIC", "-c", *INCLUDE, str(s), "-o", str(o)]
+        for s, o in zip(sources, objects, strict=True)
+    ]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, jobs))
     run(["g++", "-shared", "-o", str(folder / "libhal_ascend.so"), *map(str, objects), "-lpthread"])
     return Library(folder / "libhal_ascend.so")
 
 
+@pytest.mark.slow
 def test_the_real_session_and_engine_on_one_emulated_pe(library: Library) -> None:
     config = HalConfig("ascend", "aclshmem")
     bootstrap = Bootstrap(Run(0, 1), 10.0)

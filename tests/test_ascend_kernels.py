@@ -106,7 +106,9 @@ def test_flag_in_block_needs_blocks_that_do_not_tear():
     torn = 0
     for seed in range(40):
         try:
-            with WorldRanks(replace(SPEC, completion="flag_in_block", hidden=992), 2, seed=seed, chunk_bytes=64) as world:
+            with WorldRanks(
+                replace(SPEC, completion="flag_in_block", hidden=992), 2, seed=seed, chunk_bytes=64
+            ) as world:
                 round_trip(world, np.random.default_rng(1), [7, 7])
         except AssertionError:
             torn += 1

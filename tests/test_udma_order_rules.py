@@ -254,6 +254,16 @@ def test_rule_46_an_error_status_or_a_missing_completion_is_a_failure() -> None:
     with faults(46):
         rig.cores[0].quiet(1)
     rig = Rig()
+    rig.world.inject(0, 1, 0, "status")  # of a request without an entry: the next entry says so
+    batch = rig.cores[0].batch()
+    rig.put(0, 1, cqe=0, action="defer", batch=batch)
+    rig.put(1, 2, cqe=1, action="submit", batch=batch)
+    rig.signal(1)
+    with faults(46):
+        rig.cores[0].quiet(1)
+    rig.world.settle()
+    assert rig.word(1, FLAG) == 0, "no signal behind a failed row"
+    rig = Rig()
     rig.world.inject(0, 1, 0, "drop")
     rig.put(0, 1)
     with hangs():

@@ -20,6 +20,13 @@ from hal.errors import CapacityError, ContractError, PeerTimeout
 
 SPEC = ExpertParallelSpec(num_experts=4, top_k=2, hidden=32, max_tokens=7)
 SEEDS = range(40)
+EQUAL = "equal to the reference"
+
+
+def three_rounds(world: Ranks | WorldRanks) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(3):
+        round_trip(world, rng, [world.spec.max_tokens, 3])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -30,16 +37,10 @@ class Defect:
     says: str
     rules: str
     completion: str = "strong_signal"
-    healthy: str = "equal to the reference"
+    healthy: str = EQUAL
     options: dict[str, Any] = field(default_factory=dict)
-    scenario: Callable[[Any], None] = lambda world: three_rounds(world)
+    scenario: Callable[[Any], None] = three_rounds
     max_tokens: int = 7
-
-
-def three_rounds(world: Ranks | WorldRanks) -> None:
-    rng = np.random.default_rng(5)
-    for _ in range(3):
-        round_trip(world, rng, [world.spec.max_tokens, 3])  # type: ignore[arg-type]
 
 
 def large_batch(world: Ranks | WorldRanks) -> None:
@@ -68,7 +69,10 @@ DEFECTS = (
     Defect("default_no", "rows carry no order", "30, 34"),
     Defect("strong_on_other_queue", "the strong signal goes to the other QP", "31"),
     Defect("drop_empty_signal", "a queue without rows does not signal", "57"),
-    Defect("batch_of_129", "129 descriptors in 8192 bytes", "23", options={"sq_depth": 2048}, scenario=large_batch, max_tokens=150),
+    Defect(
+        "batch_of_129", "129 descriptors in 8192 bytes", "23",
+        options={"sq_depth": 2048}, scenario=large_batch, max_tokens=150,
+    ),
     Defect("no_flush", "descriptors are not flushed before the doorbell", "13", "strong_signal_no_cqe"),
     Defect(
         "flush_first_span_only", "only the part before the ring's end is flushed", "13", "strong_signal_no_cqe",
@@ -83,7 +87,10 @@ DEFECTS = (
         "CapacityError: the second round does not fit", {"sq_depth": 32}, three_in_flight, 9,
     ),
     Defect("wait_on_wrong_slot", "a wait looks at the neighbour's slot", "52, 56"),
-    Defect("ignore_cqe_status", "an error status counts as success", "46", healthy="Fault of rule 46", scenario=failing_request),
+    Defect(
+        "ignore_cqe_status", "an error status counts as success", "46",
+        healthy="Fault of rule 46", scenario=failing_request,
+    ),
     Defect("keep_relaxed_bits", "strong is set over relaxed without clearing", "15", "strong_signal_no_cqe"),
 )  # fmt: skip
 
@@ -110,7 +117,7 @@ def run(defect: Defect, mutation: Any, seed: int) -> str:
         return "ContractError"
     except AssertionError:
         return "other bits than the reference's"
-    return "equal to the reference"
+    return EQUAL
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def judge(defect: Defect) -> Verdict:
     caught: dict[str, int] = {}
     for seed in SEEDS:
         end = run(defect, _engine.Mutation.__members__[defect.name], seed)
-        if end != defect.healthy:
+        if end not in (defect.healthy, EQUAL):  # a defect that a schedule hides is not caught by it
             caught[end] = caught.get(end, 0) + 1
     return Verdict(defect, healthy, caught)
 
@@ -138,7 +145,9 @@ def judge(defect: Defect) -> Verdict:
 def line(verdict: Verdict) -> str:
     defect = verdict.defect
     shown = ", ".join(f"{end} ({n})" for end, n in sorted(verdict.caught.items(), key=lambda item: (-item[1], item[0])))
-    return f"| {defect.says} | {defect.rules} | `{defect.completion}` | {defect.healthy} | {shown or '**not caught**'} |"
+    return (
+        f"| {defect.says} | {defect.rules} | `{defect.completion}` | {defect.healthy} | {shown or '**not caught**'} |"
+    )
 
 
 def table() -> str:

@@ -7,6 +7,7 @@ The library does the work; this file gives it memory, streams and time limits. `
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import time
 from collections.abc import Sequence
@@ -45,11 +46,10 @@ class TorchNpu:
     """torch_npu; imported here and nowhere else, since it breaks ``import torch`` where CANN is missing."""
 
     def __init__(self, rank: int) -> None:
-        import torch
-        import torch_npu  # noqa: F401
-
+        torch: Any = importlib.import_module("torch")
+        importlib.import_module("torch_npu")  # adds torch.npu
         self._torch = torch
-        self.device = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.npu.device_count())))
+        self.device = int(os.environ.get("LOCAL_RANK") or rank % max(1, torch.npu.device_count()))
         torch.npu.set_device(self.device)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Buffer:

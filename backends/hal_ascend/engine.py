@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hal_ascend import _engine
 from hal_host.engine import HostEngine, combine_dtype, shape_of
+
+from hal_ascend import _engine
 
 if TYPE_CHECKING:
     from hal.config import ExpertParallelSpec

@@ -10,11 +10,12 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hal_host.engine import Lease, combine_dtype
+
 from hal.arrays import ITEMSIZE, Buffer
 from hal.backend import Received
 from hal.errors import CapacityError, PeerTimeout
 from hal_ascend.library import Handle
-from hal_host.engine import Lease, combine_dtype
 
 if TYPE_CHECKING:
     from hal.config import ExpertParallelSpec
@@ -64,7 +65,9 @@ class NpuEngine:
         self._memory = session.memory(self._window)
         self._timeout = session.config.timeout if spec.timeout is None else spec.timeout
         self._ep = Handle(self._library, "ep_destroy")
-        self._call("ep_create", shape, session.rank, self._memory.address, self._timeout, ctypes.byref(self._ep.pointer))
+        self._call(
+            "ep_create", shape, session.rank, self._memory.address, self._timeout, ctypes.byref(self._ep.pointer)
+        )
         self._local_experts = spec.num_experts // session.world_size
         self._free = list(range(spec.num_buffers - 1, -1, -1))
         self._in_flight, self._flight_limit = 0, max(1, spec.num_buffers - 1)

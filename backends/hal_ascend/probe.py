@@ -48,7 +48,10 @@ def _soc() -> Missing | None:
     name = os.environ.get("ASCEND_SOC_NAME") or _driver_soc()
     if name is None or name.startswith(SOC_PREFIX):
         return None
-    return f"the NPU is a {name}, which has no UDMA queue pairs", f"use an {SOC_PREFIX}, or set ASCEND_SOC_NAME if this is one"
+    return (
+        f"the NPU is a {name}, which has no UDMA queue pairs",
+        f"use an {SOC_PREFIX}, or set ASCEND_SOC_NAME if this is one",
+    )
 
 
 def _driver_soc() -> str | None:
@@ -66,7 +69,10 @@ def _library(variable: str, name: str) -> bool:
 def _ascendcl() -> Missing | None:
     if _library("ASCEND_HOME_PATH", "libascendcl.so"):
         return None
-    return "CANN is not set up (no lib64/libascendcl.so under ASCEND_HOME_PATH)", "install CANN and source its set_env.sh"
+    return (
+        "CANN is not set up (no lib64/libascendcl.so under ASCEND_HOME_PATH)",
+        "install CANN and source its set_env.sh",
+    )
 
 
 def _hccl() -> Missing | None:

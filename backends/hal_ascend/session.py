@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from hal_host.shm import Shm
 
 from hal.arrays import Buffer
 from hal.errors import ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp, profile
 from hal_ascend import _engine
-from hal_host.shm import Shm
 
 if TYPE_CHECKING:
     from hal.backend import Engine
@@ -89,7 +89,8 @@ class EmulatedAscendSession:
         return self._addresses[window]
 
     def view(self, window: int) -> Buffer:
-        owner = np.frombuffer(self.transport.memory(window), np.uint8)
+        memory: Any = self.transport.memory(window)
+        owner = np.frombuffer(memory, np.uint8)
         return Buffer(owner.ctypes.data, owner.shape, "uint8", "cpu", owner)
 
     def free(self, window: int) -> None:

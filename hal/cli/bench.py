@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure dispatch, combine, put or signal over local ranks, and check the results.
+"""Measure dispatch, combine, put or signal over local ranks, and check the results; compare completion protocols.
 
   hal bench dispatch workload=v3_decode
   hal bench combine --sizes 1,16,128 layout=expert
   hal bench dispatch -m workload=small,skewed topology.nodes=1,2 --json results.json
   hal bench put --sizes 8,4096,1048576 ranks=2
+  hal bench completion backend=ascend transport=udma_emulated
 
 The table follows nccl-tests. An iteration starts at a barrier and takes as long as its slowest rank; minimum, median and
 99th percentile are over iterations. Exit status 1 when an element is wrong.
@@ -51,10 +52,12 @@ algbw       size / median time; busbw  the same without what a rank puts to itse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operation", choices=list(_FUNCTIONS))
+    parser.add_argument("operation", choices=[*_FUNCTIONS, "completion"])
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: every combination of key=a,b overrides")
     parser.add_argument(
-        "--sizes", metavar="N,N…", help="tokens on each rank (dispatch, combine) or bytes (put); default: powers of 4"
+        "--sizes",
+        metavar="N,N…",
+        help="tokens on each rank (dispatch, combine) bytes (put) or row elements (completion)",
     )
     parser.add_argument("--iterations", type=int, default=20, help="timed iterations of each size (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="iterations before them (default 5)")
@@ -65,16 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.iterations < 1 or args.warmup < 0:
-        raise ContractError(f"--iterations is {args.iterations} and --warmup {args.warmup}; at least 1 and 0 are needed")
+        raise ContractError(
+            f"--iterations is {args.iterations} and --warmup {args.warmup}; at least 1 and 0 are needed"
+        )
     if args.plot is not None:
         _require_matplotlib()
     for file in (args.json, args.plot):
         if file is not None and not file.parent.is_dir():
             raise ContractError(f"cannot write {file}: {file.parent} is not a folder")
+    if args.operation == "completion":
+        from hal.bench.completion import run as compare
+
+        return compare(args)
     runs = load_sweep(args.overrides) if args.multirun else [([], load_config(args.overrides))]
     results = [_measured(args, chosen, settings) for chosen, settings in runs]
     if args.json is not None:
-        args.json.write_text(json.dumps({"versions": versions(), "runs": [_as_json(*item) for item in results]}, indent=2))
+        args.json.write_text(
+            json.dumps({"versions": versions(), "runs": [_as_json(*item) for item in results]}, indent=2)
+        )
     if args.plot is not None:
         from hal.bench.plot import draw
 
@@ -82,9 +93,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row.wrong for _, _, rows in results for row in rows))
 
 
-def _measured(
-    args: argparse.Namespace, chosen: list[str], settings: Settings
-) -> tuple[list[str], Settings, list[Row]]:
+def _measured(args: argparse.Namespace, chosen: list[str], settings: Settings) -> tuple[list[str], Settings, list[Row]]:
     plan = Plan(args.operation, _sizes(args, settings), args.warmup, args.iterations, sys.stderr.isatty())
     print(_header(plan, chosen, settings), flush=True)
     samples: list[list[Sample]] = run_ranks(settings, _FUNCTIONS[args.operation], plan)
@@ -109,7 +118,9 @@ def _sizes(args: argparse.Namespace, settings: Settings) -> tuple[int, ...]:
     if min(sizes) < least:
         raise ContractError(f"--sizes has {min(sizes)}; at least {least} is needed")
     if args.operation in ("dispatch", "combine") and max(sizes) > largest:
-        raise ContractError(f"--sizes has {max(sizes)} tokens, more than workload.tokens={largest}; raise workload.tokens")
+        raise ContractError(
+            f"--sizes has {max(sizes)} tokens, more than workload.tokens={largest}; raise workload.tokens"
+        )
     return sizes
 
 
@@ -142,7 +153,10 @@ def _table(plan: Plan, rows: Sequence[Row]) -> str:
              str(row.wrong), str(moved.link), str(moved.local)]
         )  # fmt: skip
     if by_tokens:
-        header, cells = ["tokens", *header], [["", *units], *([str(r.size), *c] for r, c in zip(rows, cells[1:], strict=True))]
+        header, cells = (
+            ["tokens", *header],
+            [["", *units], *([str(r.size), *c] for r, c in zip(rows, cells[1:], strict=True))],
+        )
     lines = report.table(header, cells, left=0).splitlines()
     return "\n".join(["# " + lines[0], "# " + lines[1], *("  " + line for line in lines[2:])])
 

@@ -79,8 +79,8 @@ struct ScriptCore {
         return r;
     }
 
-    void store_wqe(std::uint64_t dst, std::uint64_t src, std::uint32_t bytes, int pe, std::uint32_t qp, std::uint32_t odr,
-                   bool cqe) {
+    void store_wqe(std::uint64_t dst, std::uint64_t src, std::uint32_t bytes, int pe, std::uint32_t qp,
+                   std::uint32_t odr, bool cqe) {
         CoreScope scope(core);
         Block built[2];
         encode(raw(dst, src, bytes, pe, odr, cqe), built);
@@ -110,9 +110,9 @@ struct ScriptCore {
     }
 };
 
-EngineConfig make_config(std::uint32_t qp_num, std::uint32_t sq_depth, std::uint32_t cq_depth, std::uint32_t first_index,
-                         std::uint32_t chunk_bytes, bool quiet_covers_no, bool direct_mode, std::uint64_t seed,
-                         Mutation mutation) {
+EngineConfig make_config(std::uint32_t qp_num, std::uint32_t sq_depth, std::uint32_t cq_depth,
+                         std::uint32_t first_index, std::uint32_t chunk_bytes, bool quiet_covers_no, bool direct_mode,
+                         std::uint64_t seed, Mutation mutation) {
     EngineConfig c;
     c.qp_num = qp_num, c.sq_depth = sq_depth, c.cq_depth = cq_depth, c.first_index = first_index;
     c.chunk_bytes = chunk_bytes, c.quiet_covers_no = quiet_covers_no, c.direct_mode = direct_mode, c.seed = seed;
@@ -184,85 +184,106 @@ void bind_world(py::module_& m) {
                  const Region& r = w.device(pe).heaps()[pe].windows[0];
                  return py::memoryview::from_memory(r.base, static_cast<py::ssize_t>(r.bytes), false);
              })
-        .def("core", [](World& w, int pe, int block) { return ScriptCore(w.device(pe), block); }, py::arg("pe"),
-             py::arg("block") = 0, py::keep_alive<0, 1>())
-        .def("enabled",
-             [](World& w) {
-                 std::vector<std::string> texts;
-                 for (const Choice& c : w.enabled()) texts.push_back(c.text());
-                 return texts;
-             },
-             "What may happen next, as text; take(i) does the i-th.")
-        .def("take", [](World& w, std::size_t i) { w.enabled(); w.take(i); })
+        .def(
+            "core", [](World& w, int pe, int block) { return ScriptCore(w.device(pe), block); }, py::arg("pe"),
+            py::arg("block") = 0, py::keep_alive<0, 1>())
+        .def(
+            "enabled",
+            [](World& w) {
+                std::vector<std::string> texts;
+                for (const Choice& c : w.enabled()) texts.push_back(c.text());
+                return texts;
+            },
+            "What may happen next, as text; take(i) does the i-th.")
+        .def("take",
+             [](World& w, std::size_t i) {
+                 w.enabled();
+                 w.take(i);
+             })
         .def("settle", &World::settle, "Every engine step there is.")
         .def("run", &World::run, py::call_guard<py::gil_scoped_release>(), "To the end; returns the number of steps.")
         .def_property_readonly("idle", &World::idle)
         .def_property_readonly("steps", &World::steps)
         .def_property_readonly("warnings", &World::warnings)
         .def("counters", [](World& w, int pe) { return counters_of(w.device(pe)); })
-        .def("queue", [](World& w, int pe, int target, std::uint32_t qp) { return queue_state(w.device(pe), target, qp); })
-        .def("inject",
-             [](World& w, int pe, int target, std::uint32_t qp, const std::string& what, std::uint32_t nth) {
-                 w.device(pe).engine.inject(target, qp, what == "status" ? Injected::status : Injected::drop_completion, nth);
-             },
-             py::arg("pe"), py::arg("target"), py::arg("qp"), py::arg("what"), py::arg("nth") = 0)
+        .def("queue",
+             [](World& w, int pe, int target, std::uint32_t qp) { return queue_state(w.device(pe), target, qp); })
+        .def(
+            "inject",
+            [](World& w, int pe, int target, std::uint32_t qp, const std::string& what, std::uint32_t nth) {
+                w.device(pe).engine.inject(target, qp, what == "status" ? Injected::status : Injected::drop_completion,
+                                           nth);
+            },
+            py::arg("pe"), py::arg("target"), py::arg("qp"), py::arg("what"), py::arg("nth") = 0)
         .def("set_tail", [](World& w, int pe, int target, std::uint32_t qp, std::uint32_t tail) {
             w.device(pe).engine.queue(target, qp).tail = tail;
         });
 }
 
 void bind_core(py::module_& m) {
-    py::class_<ScriptBatch, std::shared_ptr<ScriptBatch>>(m, "Batch").def_readwrite("pending_count", &ScriptBatch::pending);
+    py::class_<ScriptBatch, std::shared_ptr<ScriptBatch>>(m, "Batch")
+        .def_readwrite("pending_count", &ScriptBatch::pending);
     py::class_<ScriptCore>(m, "ScriptCore", "A vector core driven from Python. Addresses are heap offsets.")
         .def("batch", &ScriptCore::batch, py::arg("scratch_bytes") = 8192)
-        .def("post",
-             [](ScriptCore& c, const std::string& kind, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, int pe,
-                std::uint32_t qp, const std::string& order, std::uint32_t cqe, const std::string& action,
-                const std::string& pipe, std::shared_ptr<ScriptBatch> batch, std::uint64_t signal, std::uint64_t operand,
-                std::uint64_t compare, std::uint32_t se, std::uint32_t fence, std::uint32_t sync_id) {
-                 const Opcode opcode = kind == "put"          ? Opcode::write
-                                       : kind == "get"        ? Opcode::read
-                                       : kind == "put_signal" ? Opcode::write_notify
-                                       : kind == "fetch_add"  ? Opcode::fetch_add
-                                                              : Opcode::compare_swap;
-                 c.post_kind(opcode, dst, src, bytes, pe, qp, order, cqe, action, pipe, batch, signal, operand, compare,
-                             se, fence, sync_id);
-             },
-             py::arg("kind"), py::arg("dst"), py::arg("src") = 0, py::arg("bytes") = 0, py::kw_only(), py::arg("pe"),
-             py::arg("qp") = 0, py::arg("order") = "no", py::arg("cqe") = 1, py::arg("action") = "immediate",
-             py::arg("pipe") = "mte3", py::arg("batch") = nullptr, py::arg("signal") = 0, py::arg("operand") = 0,
-             py::arg("compare") = 0, py::arg("se") = 0, py::arg("fence") = 0, py::arg("sync_id") = 0)
-        .def("quiet", [](ScriptCore& c, int pe, std::uint32_t qp) { CoreScope s(c.core); quiet(c.core, pe, qp); },
-             py::arg("pe"), py::arg("qp") = 0)
-        .def("poll", [](ScriptCore& c, int pe, std::uint32_t qp) { return poll_completion(c.core, c.queue(pe, qp)); },
-             py::arg("pe"), py::arg("qp") = 0)
-        .def("store64", [](ScriptCore& c, std::uint64_t offset, std::uint64_t value) {
-            c.core.store(reinterpret_cast<std::uint64_t*>(c.at(offset)), value);
-        })
-        .def("load64", [](ScriptCore& c, std::uint64_t offset) {
-            return c.core.load(reinterpret_cast<const std::uint64_t*>(c.at(offset)));
-        })
-        .def("flush", [](ScriptCore& c, std::uint64_t offset) { c.core.flush_line(reinterpret_cast<void*>(c.at(offset))); })
-        .def("wait_until", &ScriptCore::wait_until, py::arg("offset"), py::arg("at_least"), py::arg("invalidate") = true)
+        .def(
+            "post",
+            [](ScriptCore& c, const std::string& kind, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes,
+               int pe, std::uint32_t qp, const std::string& order, std::uint32_t cqe, const std::string& action,
+               const std::string& pipe, std::shared_ptr<ScriptBatch> batch, std::uint64_t signal, std::uint64_t operand,
+               std::uint64_t compare, std::uint32_t se, std::uint32_t fence, std::uint32_t sync_id) {
+                const Opcode opcode = kind == "put"          ? Opcode::write
+                                      : kind == "get"        ? Opcode::read
+                                      : kind == "put_signal" ? Opcode::write_notify
+                                      : kind == "fetch_add"  ? Opcode::fetch_add
+                                                             : Opcode::compare_swap;
+                c.post_kind(opcode, dst, src, bytes, pe, qp, order, cqe, action, pipe, batch, signal, operand, compare,
+                            se, fence, sync_id);
+            },
+            py::arg("kind"), py::arg("dst"), py::arg("src") = 0, py::arg("bytes") = 0, py::kw_only(), py::arg("pe"),
+            py::arg("qp") = 0, py::arg("order") = "no", py::arg("cqe") = 1, py::arg("action") = "immediate",
+            py::arg("pipe") = "mte3", py::arg("batch") = nullptr, py::arg("signal") = 0, py::arg("operand") = 0,
+            py::arg("compare") = 0, py::arg("se") = 0, py::arg("fence") = 0, py::arg("sync_id") = 0)
+        .def(
+            "quiet",
+            [](ScriptCore& c, int pe, std::uint32_t qp) {
+                CoreScope s(c.core);
+                quiet(c.core, pe, qp);
+            },
+            py::arg("pe"), py::arg("qp") = 0)
+        .def(
+            "poll", [](ScriptCore& c, int pe, std::uint32_t qp) { return poll_completion(c.core, c.queue(pe, qp)); },
+            py::arg("pe"), py::arg("qp") = 0)
+        .def("store64",
+             [](ScriptCore& c, std::uint64_t offset, std::uint64_t value) {
+                 c.core.store(reinterpret_cast<std::uint64_t*>(c.at(offset)), value);
+             })
+        .def("load64",
+             [](ScriptCore& c, std::uint64_t offset) {
+                 return c.core.load(reinterpret_cast<const std::uint64_t*>(c.at(offset)));
+             })
+        .def("flush",
+             [](ScriptCore& c, std::uint64_t offset) { c.core.flush_line(reinterpret_cast<void*>(c.at(offset))); })
+        .def("wait_until", &ScriptCore::wait_until, py::arg("offset"), py::arg("at_least"),
+             py::arg("invalidate") = true)
         .def("store_wqe", &ScriptCore::store_wqe, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::kw_only(),
              py::arg("pe"), py::arg("qp") = 0, py::arg("odr") = 5, py::arg("cqe") = false,
              "Writes one descriptor at the head of the ring and advances the head; neither flushed nor rung.")
         .def("or_order", &ScriptCore::or_order, py::arg("pe"), py::arg("qp"), py::arg("index"), py::arg("odr"),
              py::arg("cqe"), py::arg("clear"))
-        .def("flush_wqes", [](ScriptCore& c, int pe, std::uint32_t qp, std::uint32_t first, std::uint32_t end) {
-            flush_blocks(c.core, c.queue(pe, qp), first, end);
-        })
-        .def("ring", [](ScriptCore& c, int pe, std::uint32_t qp, std::uint32_t head) {
-            c.device.store_register(head, &c.queue(pe, qp).doorbell_register);
-        })
-        .def("ring_completion", [](ScriptCore& c, int pe, std::uint32_t qp, std::uint32_t tail) {
-            c.device.store_register(tail, &c.queue(pe, qp).cq_doorbell_register);
-        })
-        .def("plain_store_to_doorbell", [](ScriptCore& c, int pe, std::uint32_t qp, std::uint64_t head) {
-            auto* address = &c.queue(pe, qp).doorbell_register;
-            c.core.store(address, head);
-            c.core.flush_line(address);
-        })
+        .def("flush_wqes", [](ScriptCore& c, int pe, std::uint32_t qp, std::uint32_t first,
+                              std::uint32_t end) { flush_blocks(c.core, c.queue(pe, qp), first, end); })
+        .def("ring", [](ScriptCore& c, int pe, std::uint32_t qp,
+                        std::uint32_t head) { c.device.store_register(head, &c.queue(pe, qp).doorbell_register); })
+        .def("ring_completion",
+             [](ScriptCore& c, int pe, std::uint32_t qp, std::uint32_t tail) {
+                 c.device.store_register(tail, &c.queue(pe, qp).cq_doorbell_register);
+             })
+        .def("plain_store_to_doorbell",
+             [](ScriptCore& c, int pe, std::uint32_t qp, std::uint64_t head) {
+                 auto* address = &c.queue(pe, qp).doorbell_register;
+                 c.core.store(address, head);
+                 c.core.flush_line(address);
+             })
         .def("device_store", [](ScriptCore& c, std::uint64_t offset, std::uint64_t value) {
             c.device.store_register(value, reinterpret_cast<void*>(c.at(offset)));
         });

@@ -19,7 +19,8 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 // EpShape is hal_host._engine's type: one set of settings for both.
 struct WorldEngines {
     explicit WorldEngines(hal::udma::World& world) : clock(world) {
-        for (int pe = 0; pe < world.size(); ++pe) runtimes.push_back(std::make_shared<EmulatedRuntime>(world.device(pe), &clock));
+        for (int pe = 0; pe < world.size(); ++pe)
+            runtimes.push_back(std::make_shared<EmulatedRuntime>(world.device(pe), &clock));
     }
     WorldClock clock;
     std::vector<std::shared_ptr<Runtime>> runtimes;
@@ -41,24 +42,28 @@ void bind_rounds(py::module_& m) {
 
 void bind_ep_host(py::module_& m) {
     py::class_<EpHost>(m, "Kernels", "Dispatch and combine of one rank (kernels_ascend/launch/ep_host.hpp).")
-        .def(py::init([](std::shared_ptr<EmulatedSession> session, const EpShape& shape, int rank, int element, std::uint64_t window,
-                         double timeout, int cores) {
+        .def(py::init([](std::shared_ptr<EmulatedSession> session, const EpShape& shape, int rank, int element,
+                         std::uint64_t window, double timeout, int cores) {
                  const int queues = session->queues();
-                 return std::make_unique<EpHost>(std::move(session), shape, rank, queues, element, window, timeout, cores);
+                 return std::make_unique<EpHost>(std::move(session), shape, rank, queues, element, window, timeout,
+                                                 cores);
              }),
              "session"_a, "shape"_a, "rank"_a, "element"_a, "window"_a, "timeout"_a, "cores"_a)
-        .def(py::init([](WorldEngines& engines, const EpShape& shape, int rank, int queues, int element, std::uint64_t window,
-                         double timeout, int cores) {
-                 return std::make_unique<EpHost>(engines.runtimes.at(std::size_t(rank)), shape, rank, queues, element, window, timeout, cores);
+        .def(py::init([](WorldEngines& engines, const EpShape& shape, int rank, int queues, int element,
+                         std::uint64_t window, double timeout, int cores) {
+                 return std::make_unique<EpHost>(engines.runtimes.at(std::size_t(rank)), shape, rank, queues, element,
+                                                 window, timeout, cores);
              }),
-             "engines"_a, "shape"_a, "rank"_a, "queues"_a, "element"_a, "window"_a, "timeout"_a, "cores"_a, py::keep_alive<1, 2>())
+             "engines"_a, "shape"_a, "rank"_a, "queues"_a, "element"_a, "window"_a, "timeout"_a, "cores"_a,
+             py::keep_alive<1, 2>())
         .def(
             "dispatch_send",
-            [](EpHost& k, std::uint32_t slot, std::uint64_t x, std::int32_t tokens, std::uint64_t idx, bool int64, std::uint64_t weights,
-               std::uint64_t scales, const std::shared_ptr<State>& reused) {
+            [](EpHost& k, std::uint32_t slot, std::uint64_t x, std::int32_t tokens, std::uint64_t idx, bool int64,
+               std::uint64_t weights, std::uint64_t scales, const std::shared_ptr<State>& reused) {
                 return k.dispatch_send(slot, {x, tokens, idx, int64, weights, scales}, reused.get());
             },
-            "slot"_a, "x"_a, "tokens"_a, "topk_idx"_a, "idx_is_int64"_a, "topk_weights"_a, "scales"_a, "reused"_a, Unlocked())
+            "slot"_a, "x"_a, "tokens"_a, "topk_idx"_a, "idx_is_int64"_a, "topk_weights"_a, "scales"_a, "reused"_a,
+            Unlocked())
         .def("rows", &EpHost::rows, "round"_a)
         .def("received_x", &EpHost::received_x, "round"_a, "Offset in the window of the rows that a round receives.")
         .def(
@@ -68,11 +73,14 @@ void bind_ep_host(py::module_& m) {
                 require_pending(round);
                 k.dispatch_recv(round, {scales, idx, weights, tokens_per_expert, offsets});
             },
-            "round"_a, "scales"_a, "topk_idx"_a, "topk_weights"_a, "tokens_per_expert"_a, "expert_offsets"_a, Unlocked())
-        .def("combine_send", &EpHost::combine_send, "x"_a, "state"_a, "topk_weights"_a, "returns_weights"_a, "weighted"_a, Unlocked())
+            "round"_a, "scales"_a, "topk_idx"_a, "topk_weights"_a, "tokens_per_expert"_a, "expert_offsets"_a,
+            Unlocked())
+        .def("combine_send", &EpHost::combine_send, "x"_a, "state"_a, "topk_weights"_a, "returns_weights"_a,
+             "weighted"_a, Unlocked())
         .def(
             "combine_recv",
-            [](EpHost& k, CombineRound& round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y, std::uint64_t weights) {
+            [](EpHost& k, CombineRound& round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y,
+               std::uint64_t weights) {
                 require_pending(round);
                 k.combine_recv(round, bias0, bias1, y, weights);
             },
@@ -90,12 +98,15 @@ void bind_ep_host(py::module_& m) {
 }
 
 void bind_session(py::module_& m) {
-    py::class_<WorldEngines>(m, "WorldEngines", "Runs the kernels of a World's PEs, one thread for each; enter() and leave() around its work.")
+    py::class_<WorldEngines>(
+        m, "WorldEngines",
+        "Runs the kernels of a World's PEs, one thread for each; enter() and leave() around its work.")
         .def(py::init<hal::udma::World&>(), "world"_a, py::keep_alive<1, 2>())
-        .def("enter", [](WorldEngines& e) { e.clock.enter(); }, Unlocked())
+        .def(
+            "enter", [](WorldEngines& e) { e.clock.enter(); }, Unlocked())
         .def("leave", [](WorldEngines& e) { e.clock.leave(); }, Unlocked());
-    py::class_<EmulatedSession, std::shared_ptr<EmulatedSession>>(m, "EmulatedSession",
-                                                                   "One rank's emulated device over shared-memory windows.")
+    py::class_<EmulatedSession, std::shared_ptr<EmulatedSession>>(
+        m, "EmulatedSession", "One rank's emulated device over shared-memory windows.")
         .def(py::init([](hal::ShmTransport& transport, int queues, std::uint32_t sq_depth, std::uint32_t cq_depth) {
                  return std::make_shared<EmulatedSession>(transport, SessionOptions{queues, sq_depth, cq_depth});
              }),
@@ -104,15 +115,14 @@ void bind_session(py::module_& m) {
         .def("detach", &EmulatedSession::detach, "window"_a)
         .def(
             "put",
-            [](EmulatedSession& s, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, int peer, int queue, int order) {
-                s.put(dst, src, bytes, peer, queue, hal::Order(order));
-            },
+            [](EmulatedSession& s, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, int peer, int queue,
+               int order) { s.put(dst, src, bytes, peer, queue, hal::Order(order)); },
             "dst"_a, "src"_a, "bytes"_a, "peer"_a, "queue"_a, "order"_a, Unlocked())
         .def(
             "signal",
-            [](EmulatedSession& s, std::uint64_t slot, std::uint64_t value_at, int peer, std::uint64_t value, int op, int queue, int order) {
-                s.signal(slot, value_at, peer, value, hal::SignalOp(op), queue, hal::Order(order));
-            },
+            [](EmulatedSession& s, std::uint64_t slot, std::uint64_t value_at, int peer, std::uint64_t value, int op,
+               int queue,
+               int order) { s.signal(slot, value_at, peer, value, hal::SignalOp(op), queue, hal::Order(order)); },
             "slot"_a, "value_at"_a, "peer"_a, "value"_a, "op"_a, "queue"_a, "order"_a, Unlocked())
         .def("wait", &EmulatedSession::wait, "slot"_a, "at_least"_a, "source"_a, "timeout"_a, Unlocked())
         .def("quiet", &EmulatedSession::quiet, "queue"_a, "peer"_a, Unlocked())

@@ -21,7 +21,8 @@ void translate(std::exception_ptr error) {
         if (error) std::rethrow_exception(error);
     } catch (const hal::PeerTimeoutError& e) {
         raise("PeerTimeout", py::make_tuple(e.rank, e.stage),
-              py::dict("queue"_a = e.queue, "expected"_a = e.expected, "seen"_a = e.seen, "seconds"_a = e.seconds, "reason"_a = e.reason));
+              py::dict("queue"_a = e.queue, "expected"_a = e.expected, "seen"_a = e.seen, "seconds"_a = e.seconds,
+                       "reason"_a = e.reason));
     } catch (const hal::ascend::CapacityViolation& e) {
         raise("CapacityError", py::make_tuple(e.what_, e.needed, e.given, e.fix));
     } catch (const hal::ContractViolation& e) {

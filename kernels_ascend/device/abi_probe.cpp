@@ -15,7 +15,8 @@ static_assert(std::is_same_v<decltype(aclshmemx_submit_state_t::pending_count), 
 
 // Field order of the request configuration: {cqe, se, fence, odr}.
 inline constexpr aclshmemx_udma_op_config_t kProbe{1U, 0U, 0U, ACLSHMEMX_UDMA_ODR_SO};
-static_assert(kProbe.cqe == 1 && kProbe.se == 0 && kProbe.fence == 0 && kProbe.odr == ACLSHMEMX_UDMA_ODR_SO, "field order");
+static_assert(kProbe.cqe == 1 && kProbe.se == 0 && kProbe.fence == 0 && kProbe.odr == ACLSHMEMX_UDMA_ODR_SO,
+              "field order");
 static_assert(ACLSHMEMX_UDMA_OP_CONFIG_DEFAULT.odr == ACLSHMEMX_UDMA_ODR_NO, "the default has no order");
 
 // The three forms of a put, by signature.

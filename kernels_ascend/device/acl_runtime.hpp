@@ -7,9 +7,10 @@
 namespace hal::ascend {
 
 class AclRuntime : public Runtime {
-public:
+  public:
     // `seconds` bounds every synchronize(): the kernels' own limit and a margin, since stream waits have none.
-    AclRuntime(aclrtStream stream, double seconds) : stream_(stream), milliseconds_(std::int32_t(seconds * 1000) + 5000) {}
+    AclRuntime(aclrtStream stream, double seconds)
+        : stream_(stream), milliseconds_(std::int32_t(seconds * 1000) + 5000) {}
     void set_stream(aclrtStream stream) { stream_ = stream; }
 
     std::uint64_t allocate(std::size_t bytes) override;
@@ -18,9 +19,11 @@ public:
     void read(void* host, std::uint64_t device, std::size_t bytes) override;
     void launch(Kernel kernel, std::uint64_t args, int cores) override;
     void synchronize() override;
-    std::uint64_t cycles_per_second() const override { return 50'000'000; }  // GetSystemCycle; to be measured first of all
+    std::uint64_t cycles_per_second() const override {
+        return 50'000'000;
+    }  // GetSystemCycle; to be measured first of all
 
-private:
+  private:
     aclrtStream stream_;
     std::int32_t milliseconds_;
 };

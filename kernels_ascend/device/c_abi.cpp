@@ -80,13 +80,14 @@ const hal_ascend_error_t* hal_ascend_error(void) { return &last_error; }
 
 int hal_ascend_unique_id(void* uid, std::size_t bytes) {
     return guarded([&] {
-        if (bytes < sizeof(aclshmemx_uniqueid_t)) throw std::runtime_error("the unique id needs " + std::to_string(sizeof(aclshmemx_uniqueid_t)) + " bytes");
+        if (bytes < sizeof(aclshmemx_uniqueid_t))
+            throw std::runtime_error("the unique id needs " + std::to_string(sizeof(aclshmemx_uniqueid_t)) + " bytes");
         check_shmem(aclshmemx_get_uniqueid(static_cast<aclshmemx_uniqueid_t*>(uid)), "aclshmemx_get_uniqueid");
     });
 }
 
-int hal_ascend_init(int device, int rank, int ranks, const void* uid, std::size_t uid_bytes, std::uint64_t heap_bytes, std::uint32_t queues,
-                    double timeout) {
+int hal_ascend_init(int device, int rank, int ranks, const void* uid, std::size_t uid_bytes, std::uint64_t heap_bytes,
+                    std::uint32_t queues, double timeout) {
     return guarded([&] {
         check_acl(aclrtSetDevice(device), "aclrtSetDevice");
         check_shmem(aclshmemx_set_conf_store_tls(false, nullptr, 0), "aclshmemx_set_conf_store_tls");
@@ -95,8 +96,10 @@ int hal_ascend_init(int device, int rank, int ranks, const void* uid, std::size_
         aclshmemx_uniqueid_t id{};
         std::memcpy(&id, uid, uid_bytes < sizeof id ? uid_bytes : sizeof id);
         aclshmemx_init_attr_t attr{};
-        check_shmem(aclshmemx_set_attr_uniqueid_args(rank, ranks, std::int64_t(heap_bytes), &id, &attr), "aclshmemx_set_attr_uniqueid_args");
-        attr.option_attr.data_op_engine_type = static_cast<decltype(attr.option_attr.data_op_engine_type)>(ACLSHMEM_DATA_OP_MTE | ACLSHMEM_DATA_OP_UDMA);
+        check_shmem(aclshmemx_set_attr_uniqueid_args(rank, ranks, std::int64_t(heap_bytes), &id, &attr),
+                    "aclshmemx_set_attr_uniqueid_args");
+        attr.option_attr.data_op_engine_type =
+            static_cast<decltype(attr.option_attr.data_op_engine_type)>(ACLSHMEM_DATA_OP_MTE | ACLSHMEM_DATA_OP_UDMA);
         check_shmem(aclshmemx_init_attr(ACLSHMEMX_INIT_WITH_UNIQUEID, &attr), "aclshmemx_init_attr");
         runtime = std::make_shared<AclRuntime>(nullptr, timeout);
     });
@@ -113,7 +116,9 @@ int hal_ascend_allocate(std::uint64_t bytes, std::uint64_t* address) {
     return guarded([&] {
         session(nullptr);
         void* memory = aclshmem_malloc(bytes);
-        if (!memory) throw CapacityViolation("symmetric memory (bytes)", std::int64_t(bytes), 0, "raise the heap size, or use smaller windows");
+        if (!memory)
+            throw CapacityViolation("symmetric memory (bytes)", std::int64_t(bytes), 0,
+                                    "raise the heap size, or use smaller windows");
         check_acl(aclrtMemset(memory, bytes, 0, bytes), "aclrtMemset");
         *address = reinterpret_cast<std::uint64_t>(memory);
     });
@@ -128,13 +133,15 @@ int hal_ascend_read(void* host, std::uint64_t device, std::uint64_t bytes) {
     return guarded([&] { session(nullptr).read(host, device, bytes); });
 }
 
-int hal_ascend_primitive(std::uint32_t kind, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, int peer, int queue, std::uint32_t order,
-                         std::uint64_t value, std::uint64_t at_least, double timeout, std::uint64_t* seen, void* stream) {
+int hal_ascend_primitive(std::uint32_t kind, std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, int peer,
+                         int queue, std::uint32_t order, std::uint64_t value, std::uint64_t at_least, double timeout,
+                         std::uint64_t* seen, void* stream) {
     return guarded([&] {
         AclRuntime& device = session(stream);
         PrimitiveArgs a{};
         a.kind = Primitive(kind);
-        a.dst = dst, a.src = src, a.bytes = bytes, a.peer = peer, a.queue = queue, a.order = order, a.value = value, a.at_least = at_least;
+        a.dst = dst, a.src = src, a.bytes = bytes, a.peer = peer, a.queue = queue, a.order = order, a.value = value,
+        a.at_least = at_least;
         a.timeout_cycles = std::uint64_t(timeout * double(device.cycles_per_second()));
         const DeviceMemory args(runtime, sizeof a);
         device.write(args.address(), &a, sizeof a);
@@ -154,20 +161,24 @@ int hal_ascend_ep_create(const std::int32_t* shape, int rank, std::uint64_t wind
         const hal::EpShape s = shape_of(shape);
         session(nullptr);
         if (s.completion == hal::Completion::strong_signal_no_cqe && !kHasRawQueues)
-            throw hal::ContractViolation("completion strong_signal_no_cqe writes descriptors by hand, and this build has no binding to the SDK's "
-                                         "queues; use strong_signal, or build with HAL_RAW_QUEUE_BINDING");
+            throw hal::ContractViolation(
+                "completion strong_signal_no_cqe writes descriptors by hand, and this build has no binding to the "
+                "SDK's "
+                "queues; use strong_signal, or build with HAL_RAW_QUEUE_BINDING");
         require_ring(s, kDeviceRing);
         *ep = new EpHost(runtime, s, rank, shape[16], shape[14], window, timeout, shape[15]);
     });
 }
 void hal_ascend_ep_destroy(void* ep) { delete static_cast<EpHost*>(ep); }
 
-int hal_ascend_dispatch_send(void* ep, std::uint32_t slot, std::uint64_t x, std::int32_t tokens, std::uint64_t idx, int int64, std::uint64_t weights,
-                             std::uint64_t scales, void* reused_round, void* stream, void** round) {
+int hal_ascend_dispatch_send(void* ep, std::uint32_t slot, std::uint64_t x, std::int32_t tokens, std::uint64_t idx,
+                             int int64, std::uint64_t weights, std::uint64_t scales, void* reused_round, void* stream,
+                             void** round) {
     return guarded([&] {
         session(stream);
         const State* reused = reused_round ? static_cast<DispatchRound*>(reused_round)->state.get() : nullptr;
-        *round = new DispatchRound(static_cast<EpHost*>(ep)->dispatch_send(slot, {x, tokens, idx, int64 != 0, weights, scales}, reused));
+        *round = new DispatchRound(
+            static_cast<EpHost*>(ep)->dispatch_send(slot, {x, tokens, idx, int64 != 0, weights, scales}, reused));
     });
 }
 int hal_ascend_rows(void* ep, void* round, std::int64_t* rows, std::uint64_t* received_x) {
@@ -184,15 +195,17 @@ int hal_ascend_dispatch_recv(void* ep, void* round, const std::uint64_t* o, void
 }
 void hal_ascend_round_free(void* round) { delete static_cast<DispatchRound*>(round); }
 
-int hal_ascend_combine_send(void* ep, std::uint64_t x, void* dispatch_round, std::uint64_t weights, int returns_weights, int weighted, void* stream,
-                            void** round) {
+int hal_ascend_combine_send(void* ep, std::uint64_t x, void* dispatch_round, std::uint64_t weights, int returns_weights,
+                            int weighted, void* stream, void** round) {
     return guarded([&] {
         session(stream);
         auto state = static_cast<DispatchRound*>(dispatch_round)->state;
-        *round = new CombineRound(static_cast<EpHost*>(ep)->combine_send(x, std::move(state), weights, returns_weights != 0, weighted != 0));
+        *round = new CombineRound(
+            static_cast<EpHost*>(ep)->combine_send(x, std::move(state), weights, returns_weights != 0, weighted != 0));
     });
 }
-int hal_ascend_combine_recv(void* ep, void* round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y, std::uint64_t weights, void* stream) {
+int hal_ascend_combine_recv(void* ep, void* round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y,
+                            std::uint64_t weights, void* stream) {
     return guarded([&] {
         session(stream);
         static_cast<EpHost*>(ep)->combine_recv(*static_cast<CombineRound*>(round), bias0, bias1, y, weights);

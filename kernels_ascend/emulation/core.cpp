@@ -133,7 +133,8 @@ std::byte* Core::allocate_scratch(std::uint32_t bytes) {
 }
 
 std::uint64_t Core::scratch_behind(const void* pointer) const {
-    const auto* aligned = reinterpret_cast<const std::byte*>((reinterpret_cast<std::uint64_t>(scratch_.data()) + 63) & ~63ull);
+    const auto* aligned =
+        reinterpret_cast<const std::byte*>((reinterpret_cast<std::uint64_t>(scratch_.data()) + 63) & ~63ull);
     const auto offset = static_cast<const std::byte*>(pointer) - aligned;
     if (offset < 0 || offset >= std::int64_t(scratch_used_)) return 0;
     const auto end = std::upper_bound(scratch_ends_.begin(), scratch_ends_.end(), std::uint32_t(offset));

@@ -37,7 +37,7 @@ struct Batch {
 };
 
 class Core {
-public:
+  public:
     Core(Device& device, int block, int blocks);
     static Core& current();
 
@@ -60,7 +60,10 @@ public:
     void pipe_barrier(Pipe pipe);
 
     std::byte* allocate_scratch(std::uint32_t bytes);
-    void release_scratch() { scratch_used_ = 0; scratch_ends_.clear(); }
+    void release_scratch() {
+        scratch_used_ = 0;
+        scratch_ends_.clear();
+    }
     std::uint64_t scratch_behind(const void* pointer) const;  // bytes from here to the end of its allocation
 
     // A turn of a wait that has not seen what it waits for.
@@ -76,7 +79,7 @@ public:
         int source = -1, queue = 0, stage = 0;
     } awaited;
 
-private:
+  private:
     struct Line {
         std::byte bytes[kLine];
         std::uint64_t dirty = 0;

@@ -99,9 +99,12 @@ void Device::run(Launch& launch) {
         }
         idle_turns = all_wait ? idle_turns + 1 : 0;
         if (!all_wait) continue;
-        if (idle_turns < 64) sched_yield();
-        else if (idle) idle(launch);
-        else std::this_thread::sleep_for(std::chrono::microseconds(std::min(idle_turns, 200)));
+        if (idle_turns < 64)
+            sched_yield();
+        else if (idle)
+            idle(launch);
+        else
+            std::this_thread::sleep_for(std::chrono::microseconds(std::min(idle_turns, 200)));
     }
 }
 
@@ -136,8 +139,10 @@ void Device::store_register(std::uint64_t value, void* address) {
     const auto it = registers_.find(address);
     if (it == registers_.end()) throw Fault(11, "a device store to an address that is no register");
     auto [queue, completion] = it->second;
-    if (completion) engine.ring_completion(*queue, static_cast<std::uint32_t>(value));
-    else engine.ring(*queue, static_cast<std::uint32_t>(value));
+    if (completion)
+        engine.ring_completion(*queue, static_cast<std::uint32_t>(value));
+    else
+        engine.ring(*queue, static_cast<std::uint32_t>(value));
     if (landed && !completion) landed(queue->target);
     point();
 }

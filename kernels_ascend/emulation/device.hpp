@@ -22,13 +22,13 @@ struct Launch {
     std::vector<std::unique_ptr<Core>> cores;
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::uint64_t id = 0;
-    int arrived = 0;                // SyncAll
+    int arrived = 0;  // SyncAll
     std::uint64_t generation = 0;
     bool finished() const;
 };
 
 class Device {
-public:
+  public:
     Device(int pe, std::vector<Heap> heaps, EngineConfig config, World* world = nullptr);
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
@@ -58,18 +58,18 @@ public:
 
     Core& script_core(int block);  // a core driven from outside of any kernel
 
-private:
+  private:
     const int pe_;
     std::vector<Heap> heaps_;
 
-public:
+  public:
     Engine engine;
-    std::function<void(Launch&)> idle;    // called while every core waits
-    std::function<void(int)> landed;      // called when bytes reached that PE
+    std::function<void(Launch&)> idle;  // called while every core waits
+    std::function<void(int)> landed;    // called when bytes reached that PE
     // Which signals each queue carried since it last had none (Mutation::drop_empty_signal).
     std::unordered_map<const Queue*, bool> carried;
 
-private:
+  private:
     void run(Launch& launch);
     World* world_;
     std::deque<std::unique_ptr<Launch>> stream_;

@@ -51,8 +51,8 @@ void release_copy(std::byte* dst, const std::byte* src, std::uint64_t bytes) {
 }
 
 Queue::Queue(int target_, std::uint32_t qp_, const EngineConfig& config)
-    : target(target_), qp(qp_), sq_pages(std::size_t{config.sq_depth} * 64), cq_pages(std::size_t{config.cq_depth} * 64),
-      sq(sq_pages.as<Block>()), cq(cq_pages.as<Block>()) {
+    : target(target_), qp(qp_), sq_pages(std::size_t{config.sq_depth} * 64),
+      cq_pages(std::size_t{config.cq_depth} * 64), sq(sq_pages.as<Block>()), cq(cq_pages.as<Block>()) {
     head = tail = doorbell = taken = config.first_index;
     cqe_cnt = cq_tail = cqes_written = cq_doorbell = config.first_index;
     if (config.first_index == 0) return;
@@ -75,7 +75,8 @@ Engine::Engine(int pe, const std::vector<Heap>& heaps, EngineConfig config_) : c
         throw Fault(8, "ring depths must be powers of two: " + std::to_string(config.sq_depth) + " and " +
                            std::to_string(config.cq_depth));
     for (int target = 0; target < int(heaps_.size()); ++target)
-        for (std::uint32_t qp = 0; qp < config.qp_num; ++qp) queues_.push_back(std::make_unique<Queue>(target, qp, config));
+        for (std::uint32_t qp = 0; qp < config.qp_num; ++qp)
+            queues_.push_back(std::make_unique<Queue>(target, qp, config));
 }
 
 Queue& Engine::queue(int target, std::uint32_t qp) {
@@ -85,8 +86,7 @@ Queue& Engine::queue(int target, std::uint32_t qp) {
     if (qp >= config.qp_num)
         throw Fault(2, "QP " + std::to_string(qp) + " of " + std::to_string(config.qp_num) +
                            "; set the number of QPs before initialisation");
-    if (target == pe_)
-        throw Fault(3, "PE " + std::to_string(pe_) + " posted to itself; copy on the device instead");
+    if (target == pe_) throw Fault(3, "PE " + std::to_string(pe_) + " posted to itself; copy on the device instead");
     return *queues_[std::size_t(target) * config.qp_num + qp];
 }
 
@@ -103,15 +103,14 @@ void Engine::ring(Queue& queue, std::uint32_t head) {
 void Engine::validate(Queue& queue, Operation& op) {
     const Request& r = op.request;
     if (r.odr != 0 && r.odr != 5 && r.odr != 6)
-        throw Fault(15, "order code " + std::to_string(r.odr) + " is reserved (a relaxed code that was not cleared?); " +
-                            queue.where());
+        throw Fault(15, "order code " + std::to_string(r.odr) +
+                            " is reserved (a relaxed code that was not cleared?); " + queue.where());
     const bool data = r.opcode == Opcode::write || r.opcode == Opcode::read || r.opcode == Opcode::write_notify;
     if (!data && r.opcode != Opcode::fetch_add && r.opcode != Opcode::compare_swap)
         throw Fault(13, "the engine read a block that holds no descriptor (opcode " + std::to_string(int(r.opcode)) +
                             ", index " + std::to_string(op.first_block) + "): was it flushed and copied before the " +
                             "doorbell? " + queue.where());
-    if (r.bytes > kLargestRequest)
-        throw Fault(6, std::to_string(r.bytes) + " bytes in one request; at most 256 MiB");
+    if (r.bytes > kLargestRequest) throw Fault(6, std::to_string(r.bytes) + " bytes in one request; at most 256 MiB");
     const std::uint64_t remote_bytes = data ? r.bytes : 8;
     if (!heaps_[queue.target].holds(r.remote, remote_bytes)) op.status = 2;  // remote access error
     if (r.bytes && !heaps_[pe_].holds(r.local, r.bytes)) op.status = 1;      // local access error
@@ -136,8 +135,10 @@ void Engine::fetch(Queue& queue) {
     for (auto& injection : injections_) {
         if (injection.queue != &queue || injection.countdown == ~0u) continue;
         if (injection.countdown-- != 0) continue;
-        if (injection.what == Injected::status) op.status = 9;
-        else op.reported = true;
+        if (injection.what == Injected::status)
+            op.status = 9;
+        else
+            op.reported = true;
     }
     for (const auto& other : queue.in_flight) {
         const bool both_relaxed = !other.complete && !other.strong() && !op.strong();
@@ -191,14 +192,17 @@ void Engine::land_chunk(const Operation& op, std::uint32_t chunk) {
     const std::uint64_t bytes = op.chunks == 1 ? r.bytes : std::min<std::uint64_t>(size, r.bytes - offset);
     auto* local = reinterpret_cast<std::byte*>(r.local);
     auto* remote = reinterpret_cast<std::byte*>(r.remote);
-    if (r.opcode == Opcode::read) release_copy(local + offset, remote + offset, bytes);
-    else release_copy(remote + offset, local + offset, bytes);
+    if (r.opcode == Opcode::read)
+        release_copy(local + offset, remote + offset, bytes);
+    else
+        release_copy(remote + offset, local + offset, bytes);
 }
 
 void Engine::land(Queue& queue, Operation& op) {
     ++version;
     const Request& r = op.request;
     auto* target = reinterpret_cast<std::uint64_t*>(r.remote);
+    if (op.status == 0) op.status = queue.error_before(op);
     if (op.status) return finish(queue, op);
     if (r.opcode == Opcode::fetch_add) {
         const auto old = __atomic_fetch_add(target, r.operand, __ATOMIC_ACQ_REL);
@@ -233,6 +237,7 @@ void Engine::land(Queue& queue, Operation& op) {
 
 void Engine::finish(Queue& queue, Operation& op) {
     op.complete = true;
+    if (op.status && !queue.error) queue.error = op.status, queue.error_block = op.first_block;
     if (config.lazy && source_hash(op) != op.source_hash)
         warnings.push_back("rule 48: a source changed before its request completed; " + queue.where());
 }
@@ -244,6 +249,7 @@ void Engine::report(Queue& queue, Operation& op) {
         throw Fault(47, "the completion ring ran over: its doorbell lags " + std::to_string(lag) + " entries; " +
                             queue.where());
     const bool phase = (queue.cqes_written / config.cq_depth) & 1;
+    if (op.status == 0) op.status = queue.error_before(op);
     Block& slot = queue.cq[queue.cqes_written & (config.cq_depth - 1)];
     slot = completion_entry(!phase, op.status, op.status ? 1 : 0, op.end_block);
     ++queue.cqes_written;
@@ -279,8 +285,10 @@ void Engine::take(const Step& step) {
     if (step.kind == StepKind::take) return fetch(queue);
     for (auto& op : queue.in_flight) {
         if (op.id != step.operation) continue;
-        if (step.kind == StepKind::land) land(queue, op);
-        else report(queue, op);
+        if (step.kind == StepKind::land)
+            land(queue, op);
+        else
+            report(queue, op);
         break;
     }
     retire(queue);

@@ -36,15 +36,17 @@ struct Heap {
 
 // Zeroed pages, touched only when used: rings are large and mostly empty.
 class Pages {
-public:
+  public:
     explicit Pages(std::size_t bytes);
     ~Pages();
     Pages(const Pages&) = delete;
     Pages& operator=(const Pages&) = delete;
     template <class T>
-    T* as() const { return static_cast<T*>(data_); }
+    T* as() const {
+        return static_cast<T*>(data_);
+    }
 
-private:
+  private:
     void* data_;
     std::size_t bytes_;
 };
@@ -79,6 +81,12 @@ struct Queue {
     std::uint32_t doorbell, cq_doorbell;
     // The engine's own.
     std::uint32_t taken, cqes_written;
+    // Of the first request that failed: nothing behind it takes effect, and every entry behind it says so.
+    std::uint8_t error = 0;
+    std::uint32_t error_block = 0;
+    std::uint8_t error_before(const Operation& op) const {
+        return error && std::int32_t(op.first_block - error_block) > 0 ? error : 0;
+    }
     std::deque<Operation> in_flight;
     // Who posted last (rule 5).
     std::uint64_t claim_launch = ~0ull;
@@ -97,7 +105,7 @@ struct Step {
 enum class Injected : std::uint8_t { status, drop_completion };
 
 class Engine {
-public:
+  public:
     Engine(int pe, const std::vector<Heap>& heaps, EngineConfig config);
 
     Queue& queue(int target, std::uint32_t qp);
@@ -113,11 +121,11 @@ public:
     void inject(int target, std::uint32_t qp, Injected what, std::uint32_t nth);
 
     std::vector<std::string> warnings;  // what the detectors of rules 36 and 48 saw
-    std::uint64_t version = 0;  // rises with every effect
+    std::uint64_t version = 0;          // rises with every effect
     Counters counters;
     EngineConfig config;
 
-private:
+  private:
     struct Injection {
         Queue* queue;
         Injected what;

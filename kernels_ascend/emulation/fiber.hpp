@@ -12,17 +12,17 @@
 namespace hal::udma {
 
 class Fiber {
-public:
+  public:
     explicit Fiber(std::function<void()> body);
     void resume();        // runs until the body yields or ends; rethrows what ended it
     static void yield();  // back to whoever resumed
     static Fiber* current();
 
     bool done = false;
-    bool waiting = false;             // yielded because what it waits for has not come
-    std::uint64_t seen_version = 0;   // of the world, when it last looked
+    bool waiting = false;            // yielded because what it waits for has not come
+    std::uint64_t seen_version = 0;  // of the world, when it last looked
 
-private:
+  private:
     static void entry(unsigned high, unsigned low);
     std::function<void()> body_;
     std::unique_ptr<char[]> stack_;

@@ -16,15 +16,16 @@ bool mutated(const Core& core, Mutation which) { return core.device.engine.confi
 void check_config(const Post& p) {
     const OpConfig& c = p.config;
     const bool atomic = p.opcode == Opcode::fetch_add || p.opcode == Opcode::compare_swap;
-    if (c.cqe > 1 || c.fence > 1 || c.odr > 7) throw Fault(27, "a field of the request's configuration is out of range");
+    if (c.cqe > 1 || c.fence > 1 || c.odr > 7)
+        throw Fault(27, "a field of the request's configuration is out of range");
     if (c.se != 0) throw Fault(27, "se is not supported");
     if (p.action == Action::defer && c.cqe) throw Fault(27, "a deferred request may not ask for a completion entry");
     if (p.action == Action::submit && !c.cqe) throw Fault(27, "a submitted request must ask for a completion entry");
-    if (p.action == Action::immediate && !c.cqe) throw Fault(27, "an immediate request must ask for a completion entry");
+    if (p.action == Action::immediate && !c.cqe)
+        throw Fault(27, "an immediate request must ask for a completion entry");
     if (p.action != Action::immediate && p.pipe != Pipe::mte3) throw Fault(27, "batches are published by MTE3 only");
     if (atomic && p.pipe != Pipe::scalar) throw Fault(27, "atomics are published by the scalar unit only");
-    if (p.bytes > kLargestRequest)
-        throw Fault(6, std::to_string(p.bytes) + " bytes in one request; at most 256 MiB");
+    if (p.bytes > kLargestRequest) throw Fault(6, std::to_string(p.bytes) + " bytes in one request; at most 256 MiB");
 }
 
 void claim(Core& core, Queue& queue) {
@@ -72,8 +73,8 @@ void publish(Core& core, Queue& queue, const Block* staged, std::uint32_t blocks
     while (blocks) {
         const std::uint32_t at = queue.head % depth;
         const std::uint32_t span = std::min(blocks, depth - at);
-        core.copy(Pipe::mte3, {reinterpret_cast<std::byte*>(queue.sq + at), reinterpret_cast<const std::byte*>(staged), 1,
-                               span * 64, 0, 0});
+        core.copy(Pipe::mte3, {reinterpret_cast<std::byte*>(queue.sq + at), reinterpret_cast<const std::byte*>(staged),
+                               1, span * 64, 0, 0});
         core.set_flag(kCopyEvent, 0, Pipe::mte3);
         if (!mutated(core, Mutation::ring_before_copy)) core.wait_flag(kCopyEvent, 0, Pipe::mte3, Pipe::scalar);
         queue.head += span;
@@ -92,8 +93,8 @@ bool poll_completion(Core& core, Queue& queue) {
     if (owner == phase) return false;
     const auto substatus = (entry.word[0] >> 16) & 0xff, status = (entry.word[0] >> 24) & 0xff;
     if ((status || substatus) && !mutated(core, Mutation::ignore_cqe_status))
-        throw Fault(46, "completion status " + std::to_string(status) + ", substatus " + std::to_string(substatus) + "; " +
-                            queue.where());
+        throw Fault(46, "completion status " + std::to_string(status) + ", substatus " + std::to_string(substatus) +
+                            "; " + queue.where());
     const auto index = static_cast<std::uint32_t>((entry.word[0] >> 32) & 0xffff);
     std::uint32_t tail = (queue.tail & ~0xffffu) | index;
     if (std::int32_t(tail - queue.tail) < 0) tail += 0x10000;
@@ -128,7 +129,8 @@ void wait_for_credit(Core& core, Queue& queue, std::uint32_t blocks) {
             core.device.store_register(queue.cq_tail & 0xffffff, &queue.cq_doorbell_register);
             continue;
         }
-        if (++polls > kMostPolls) throw Fault(67, "no room after " + std::to_string(polls) + " polls; " + queue.where());
+        if (++polls > kMostPolls)
+            throw Fault(67, "no room after " + std::to_string(polls) + " polls; " + queue.where());
         core.pause();
     }
 }

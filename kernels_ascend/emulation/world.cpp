@@ -74,7 +74,8 @@ const std::vector<Choice>& World::enabled() {
         device->engine.steps(steps);
         for (const Step& step : steps) {
             const std::uint64_t key = queue_key(device->pe(), *step.queue);
-            const std::uint64_t who = step.kind == StepKind::take ? 0 : step.operation * 2 + (step.kind == StepKind::report);
+            const std::uint64_t who =
+                step.kind == StepKind::take ? 0 : step.operation * 2 + (step.kind == StepKind::report);
             choices_.push_back({device->pe(), -1, step, mix(key ^ mix(who))});
         }
     }
@@ -103,7 +104,8 @@ std::size_t World::pick(const std::vector<Choice>& choices) {
     if (strategy_ == Strategy::uniform) return random() % choices.size();
     const bool change = random() % 64 == 0;  // a change point: priorities alone would never revisit a decision
     if (change) return random() % choices.size();
-    const std::uint64_t starved = mix(seed_ ^ 0x5157) % (std::uint64_t(size()) * size() * devices_[0]->engine.config.qp_num);
+    const std::uint64_t starved =
+        mix(seed_ ^ 0x5157) % (std::uint64_t(size()) * size() * devices_[0]->engine.config.qp_num);
     const auto rank = [&](const Choice& c) {
         std::uint64_t priority = mix(c.entity ^ seed_) >> 8;
         const bool core = c.block >= 0;

@@ -14,13 +14,13 @@ namespace hal::udma {
 
 // While it lives, this core is Core::current() of the thread.
 class CoreScope {
-public:
+  public:
     explicit CoreScope(Core& core);
     ~CoreScope();
     CoreScope(const CoreScope&) = delete;
     CoreScope& operator=(const CoreScope&) = delete;
 
-private:
+  private:
     Core* previous_;
 };
 
@@ -36,7 +36,7 @@ struct Choice {
 enum class Strategy : std::uint8_t { mixed, uniform, priorities, cores_first, engines_first, starve_queue };
 
 class World {
-public:
+  public:
     World(int pes, std::uint64_t heap_bytes, EngineConfig config, Strategy strategy = Strategy::mixed);
     ~World();
 
@@ -45,11 +45,11 @@ public:
 
     const std::vector<Choice>& enabled();
     void take(std::size_t index);
-    bool idle();                 // nothing is left to do
-    std::uint64_t run();         // to the end; returns the number of steps; throws Fault or Hang
+    bool idle();          // nothing is left to do
+    std::uint64_t run();  // to the end; returns the number of steps; throws Fault or Hang
     int run_until_done(const std::vector<bool>& wanted);  // until one of these PEs has no launch left; gives it
-    void advance_engines();      // one engine step, for a wait outside of any kernel
-    void settle();               // every engine step there is
+    void advance_engines();                               // one engine step, for a wait outside of any kernel
+    void settle();                                        // every engine step there is
 
     std::uint64_t version() const;
     std::uint64_t cycles() const { return cycles_; }
@@ -58,7 +58,7 @@ public:
     std::uint64_t steps() const { return steps_; }
     std::uint64_t most_steps = 20'000'000;
 
-private:
+  private:
     std::size_t pick(const std::vector<Choice>& choices);
     void prepare();
     void step();

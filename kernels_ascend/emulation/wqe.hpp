@@ -31,9 +31,7 @@ struct Request {
     bool fence = false, cqe = false;
 };
 
-inline std::uint32_t blocks_of(Opcode opcode) {
-    return opcode == Opcode::write || opcode == Opcode::read ? 1 : 2;
-}
+inline std::uint32_t blocks_of(Opcode opcode) { return opcode == Opcode::write || opcode == Opcode::read ? 1 : 2; }
 
 inline Opcode opcode_of(const Block& first) { return static_cast<Opcode>((first.word[0] >> kOpcodeShift) & 0xff); }
 

@@ -24,11 +24,16 @@ inline hal::udma::Core& core() { return hal::udma::Core::current(); }
 inline hal::udma::Pipe pipe(pipe_t p) {
     using hal::udma::Pipe;
     switch (p) {
-        case PIPE_S: return Pipe::scalar;
-        case PIPE_V: return Pipe::vector;
-        case PIPE_MTE2: return Pipe::mte2;
-        case PIPE_MTE3: return Pipe::mte3;
-        case PIPE_ALL: return Pipe::all;
+        case PIPE_S:
+            return Pipe::scalar;
+        case PIPE_V:
+            return Pipe::vector;
+        case PIPE_MTE2:
+            return Pipe::mte2;
+        case PIPE_MTE3:
+            return Pipe::mte3;
+        case PIPE_ALL:
+            return Pipe::all;
     }
     return Pipe::all;
 }
@@ -51,10 +56,20 @@ enum class HardEvent { S_MTE2, MTE2_S, S_MTE3, MTE3_S, MTE2_MTE3, MTE3_MTE2, MTE
 namespace shim_detail {
 constexpr pipe_t source_of(HardEvent e) {
     switch (e) {
-        case HardEvent::MTE2_S: case HardEvent::MTE2_MTE3: case HardEvent::MTE2_V: return PIPE_MTE2;
-        case HardEvent::MTE3_S: case HardEvent::MTE3_MTE2: case HardEvent::MTE3_V: return PIPE_MTE3;
-        case HardEvent::V_MTE2: case HardEvent::V_MTE3: case HardEvent::V_S: return PIPE_V;
-        default: return PIPE_S;
+        case HardEvent::MTE2_S:
+        case HardEvent::MTE2_MTE3:
+        case HardEvent::MTE2_V:
+            return PIPE_MTE2;
+        case HardEvent::MTE3_S:
+        case HardEvent::MTE3_MTE2:
+        case HardEvent::MTE3_V:
+            return PIPE_MTE3;
+        case HardEvent::V_MTE2:
+        case HardEvent::V_MTE3:
+        case HardEvent::V_S:
+            return PIPE_V;
+        default:
+            return PIPE_S;
     }
 }
 }  // namespace shim_detail
@@ -78,7 +93,7 @@ enum class CacheMode { CACHE_MODE_DISABLE, CACHE_MODE_NORMAL };
 
 template <class T>
 class LocalTensor {
-public:
+  public:
     LocalTensor() = default;
     LocalTensor(T* data, std::uint32_t size) : data_(data), size_(size) {}
     T GetValue(std::uint32_t i) const { return data_[i]; }
@@ -92,14 +107,14 @@ public:
     }
     T* data() const { return data_; }
 
-private:
+  private:
     T* data_ = nullptr;
     std::uint32_t size_ = 0;
 };
 
 template <class T>
 class GlobalTensor {
-public:
+  public:
     void SetGlobalBuffer(T* data, std::uint64_t size = 0) { data_ = data, size_ = size; }
     void SetL2CacheHint(CacheMode) {}
     T GetValue(std::uint64_t i) const { return hal_shim::core().load(data_ + i); }
@@ -111,25 +126,27 @@ public:
     }
     T* GetPhyAddr() const { return data_; }
 
-private:
+  private:
     T* data_ = nullptr;
     std::uint64_t size_ = 0;
 };
 
 template <TPosition position>
 class TBuf {
-public:
+  public:
     template <class T>
-    LocalTensor<T> Get() const { return {static_cast<T*>(data_), std::uint32_t(bytes_ / sizeof(T))}; }
+    LocalTensor<T> Get() const {
+        return {static_cast<T*>(data_), std::uint32_t(bytes_ / sizeof(T))};
+    }
     void bind(void* data, std::uint32_t bytes) { data_ = data, bytes_ = bytes; }
 
-private:
+  private:
     void* data_ = nullptr;
     std::uint32_t bytes_ = 0;
 };
 
 class TPipe {
-public:
+  public:
     template <TPosition position>
     void InitBuffer(TBuf<position>& buffer, std::uint32_t bytes) {
         buffer.bind(hal_shim::core().allocate_scratch(bytes), (bytes + 31) / 32 * 32);
@@ -157,17 +174,17 @@ inline std::uint64_t in_scratch(const DataCopyExtParams& p, std::uint32_t stride
 template <class T>
 void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& p,
                  const DataCopyPadExtParams<T>&) {
-    hal_shim::core().copy(hal::udma::Pipe::mte2,
-                          {reinterpret_cast<std::byte*>(dst.data()), reinterpret_cast<const std::byte*>(src.GetPhyAddr()),
-                           p.blockCount, p.blockLen, shim_detail::in_scratch(p, p.dstStride),
-                           std::uint64_t{p.blockLen} + p.srcStride});
+    hal_shim::core().copy(
+        hal::udma::Pipe::mte2,
+        {reinterpret_cast<std::byte*>(dst.data()), reinterpret_cast<const std::byte*>(src.GetPhyAddr()), p.blockCount,
+         p.blockLen, shim_detail::in_scratch(p, p.dstStride), std::uint64_t{p.blockLen} + p.srcStride});
 }
 template <class T>
 void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& p) {
-    hal_shim::core().copy(hal::udma::Pipe::mte3,
-                          {reinterpret_cast<std::byte*>(dst.GetPhyAddr()), reinterpret_cast<const std::byte*>(src.data()),
-                           p.blockCount, p.blockLen, std::uint64_t{p.blockLen} + p.dstStride,
-                           shim_detail::in_scratch(p, p.srcStride)});
+    hal_shim::core().copy(
+        hal::udma::Pipe::mte3,
+        {reinterpret_cast<std::byte*>(dst.GetPhyAddr()), reinterpret_cast<const std::byte*>(src.data()), p.blockCount,
+         p.blockLen, std::uint64_t{p.blockLen} + p.dstStride, shim_detail::in_scratch(p, p.srcStride)});
 }
 
 template <class T>

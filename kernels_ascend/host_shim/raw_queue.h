@@ -5,9 +5,9 @@
 #include "shmem.h"
 
 struct hal_raw_queue_t {
-    __gm__ std::uint64_t* sq;      // depth blocks of 8 words
+    __gm__ std::uint64_t* sq;  // depth blocks of 8 words
     std::uint32_t depth;
-    __gm__ std::uint32_t* head;    // free-running, in blocks
+    __gm__ std::uint32_t* head;  // free-running, in blocks
     __gm__ std::uint32_t* tail;
     __gm__ void* doorbell;
 };

@@ -9,8 +9,17 @@
 
 // ---- host side: declared so that device/*.cpp is checked by the host compiler; nothing here defines it ----
 
-enum aclshmem_data_op_engine_type_t { ACLSHMEM_DATA_OP_MTE = 1, ACLSHMEM_DATA_OP_SDMA = 2, ACLSHMEM_DATA_OP_ROCE = 4, ACLSHMEM_DATA_OP_UDMA = 8 };
-enum aclshmemx_bootstrap_t { ACLSHMEMX_INIT_WITH_DEFAULT = 1, ACLSHMEMX_INIT_WITH_MPI = 2, ACLSHMEMX_INIT_WITH_UNIQUEID = 8 };
+enum aclshmem_data_op_engine_type_t {
+    ACLSHMEM_DATA_OP_MTE = 1,
+    ACLSHMEM_DATA_OP_SDMA = 2,
+    ACLSHMEM_DATA_OP_ROCE = 4,
+    ACLSHMEM_DATA_OP_UDMA = 8
+};
+enum aclshmemx_bootstrap_t {
+    ACLSHMEMX_INIT_WITH_DEFAULT = 1,
+    ACLSHMEMX_INIT_WITH_MPI = 2,
+    ACLSHMEMX_INIT_WITH_UNIQUEID = 8
+};
 struct aclshmemx_uniqueid_t {
     char internal[512];
 };
@@ -91,8 +100,8 @@ ACLSHMEM_DEVICE void aclshmemx_udma_qp_put_nbi(__gm__ T* dst, __gm__ T* src, __u
                                                int pe, std::uint32_t qp_idx, std::uint32_t sync_id = 0) {
     static_assert(CONFIG.cqe <= 1 && CONFIG.fence <= 1 && CONFIG.odr <= 7 && CONFIG.se == 0, "illegal configuration");
     static_assert(CONFIG.cqe != 0, "an immediate request needs a completion entry");
-    hal::udma::post(hal_shim::core(), hal_shim::put_post<T, WQE_PIPE>(CONFIG, hal::udma::Action::immediate, dst, src, buf,
-                                                                      elem_size, pe, qp_idx, sync_id));
+    hal::udma::post(hal_shim::core(), hal_shim::put_post<T, WQE_PIPE>(CONFIG, hal::udma::Action::immediate, dst, src,
+                                                                      buf, elem_size, pe, qp_idx, sync_id));
 }
 
 template <typename T, pipe_t WQE_PIPE = PIPE_MTE3,
@@ -103,7 +112,8 @@ ACLSHMEM_DEVICE void aclshmemx_udma_qp_put_nbi(__gm__ T* dst, __gm__ T* src, __u
     static_assert(CONFIG.fence <= 1 && CONFIG.odr <= 7 && CONFIG.se == 0, "illegal configuration");
     static_assert(CONFIG.cqe == 0, "a deferred request has no completion entry");
     static_assert(WQE_PIPE == PIPE_MTE3, "batches are published by MTE3");
-    auto p = hal_shim::put_post<T, WQE_PIPE>(CONFIG, hal::udma::Action::defer, dst, src, buf, elem_size, pe, qp_idx, sync_id);
+    auto p = hal_shim::put_post<T, WQE_PIPE>(CONFIG, hal::udma::Action::defer, dst, src, buf, elem_size, pe, qp_idx,
+                                             sync_id);
     p.pending_count = &action.state->pending_count;
     hal::udma::post(hal_shim::core(), p);
 }
@@ -116,7 +126,8 @@ ACLSHMEM_DEVICE void aclshmemx_udma_qp_put_nbi(__gm__ T* dst, __gm__ T* src, __u
     static_assert(CONFIG.fence <= 1 && CONFIG.odr <= 7 && CONFIG.se == 0, "illegal configuration");
     static_assert(CONFIG.cqe != 0, "a submitted request needs a completion entry");
     static_assert(WQE_PIPE == PIPE_MTE3, "batches are published by MTE3");
-    auto p = hal_shim::put_post<T, WQE_PIPE>(CONFIG, hal::udma::Action::submit, dst, src, buf, elem_size, pe, qp_idx, sync_id);
+    auto p = hal_shim::put_post<T, WQE_PIPE>(CONFIG, hal::udma::Action::submit, dst, src, buf, elem_size, pe, qp_idx,
+                                             sync_id);
     p.pending_count = &action.state->pending_count;
     hal::udma::post(hal_shim::core(), p);
 }

@@ -11,11 +11,11 @@ namespace hal::ascend {
 // symmetric window of hal/buffer_layout.hpp. One staging suffices where completion entries say that it is free; without
 // them there is one for each round in flight.
 struct StageLayout {
-    std::uint64_t words;     // signal values: [kinds][num_buffers], 64 bytes apart
-    std::uint64_t counts;    // schedule latency: [depth][ranks][counts_bytes]
-    RowArea tokens;          // dispatched rows by token, depth times
-    RowArea returned;        // combined rows as received, depth times
-    RowArea partial;         // hierarchical: sums for other nodes' homes, depth times
+    std::uint64_t words;   // signal values: [kinds][num_buffers], 64 bytes apart
+    std::uint64_t counts;  // schedule latency: [depth][ranks][counts_bytes]
+    RowArea tokens;        // dispatched rows by token, depth times
+    RowArea returned;      // combined rows as received, depth times
+    RowArea partial;       // hierarchical: sums for other nodes' homes, depth times
     std::uint64_t depth, total;
 };
 
@@ -45,11 +45,11 @@ HAL_FN StageLayout stage_layout(const BufferLayout& l) {
 
 // A handle's routing, in this rank's private device memory.
 struct RouteMemory {
-    std::uint64_t ids;              // [max_tokens, k] int32, global
-    std::uint64_t counts;           // [ranks][header_bytes]: every rank's header (not schedule latency)
-    std::uint64_t messages;         // [ranks][counts_bytes] (schedule latency)
-    std::uint64_t forward_ids;      // [other nodes][max_tokens, k]
-    std::uint64_t rows;             // int64: rows received, gaps included
+    std::uint64_t ids;          // [max_tokens, k] int32, global
+    std::uint64_t counts;       // [ranks][header_bytes]: every rank's header (not schedule latency)
+    std::uint64_t messages;     // [ranks][counts_bytes] (schedule latency)
+    std::uint64_t forward_ids;  // [other nodes][max_tokens, k]
+    std::uint64_t rows;         // int64: rows received, gaps included
 };
 
 // A dispatch's weights, in private device memory.
@@ -61,22 +61,22 @@ struct WeightMemory {
 struct EpArgs {
     EpShape shape;
     std::int32_t rank;
-    std::int32_t queues;          // for rows; hand-written descriptors use the QPs behind them
-    std::uint64_t window;         // address of this rank's window
+    std::int32_t queues;   // for rows; hand-written descriptors use the QPs behind them
+    std::uint64_t window;  // address of this rank's window
     std::uint64_t timeout_cycles;
     std::uint64_t epoch;
-    std::uint32_t slot;           // receive slot offered
+    std::uint32_t slot;  // receive slot offered
     std::uint32_t reuse, tag;
     std::int32_t tokens;
     std::uint32_t int64_ids, weighted, returns_weights, known;
-    std::int32_t element;         // 0 bfloat16, 1 float16, 2 float32
+    std::int32_t element;                     // 0 bfloat16, 1 float16, 2 float32
     std::uint64_t finished_before, finished;  // combine rounds, for the credit
     RouteMemory route;
     WeightMemory weights;
-    std::uint64_t offered;        // [ranks] ready words of this round
-    std::uint64_t raw_heads;      // [2 operations][num_buffers][ranks][2] uint32
-    std::uint64_t dirty;          // [num_buffers][ranks * groups] int32 (schedule latency)
-    std::uint64_t status;         // [cores] Status
+    std::uint64_t offered;    // [ranks] ready words of this round
+    std::uint64_t raw_heads;  // [2 operations][num_buffers][ranks][2] uint32
+    std::uint64_t dirty;      // [num_buffers][ranks * groups] int32 (schedule latency)
+    std::uint64_t status;     // [cores] Status
     // inputs
     std::uint64_t x, topk_idx, topk_weights, scales, bias[2];
     // outputs
@@ -87,8 +87,16 @@ enum class Failure : std::uint32_t { none, timeout, reuse, tag, weights, expert_
 
 // Names of waits; the host's table is launch/ep_host.cpp's.
 enum class Stage : std::int32_t {
-    dispatch_ready, dispatch_counts, dispatch_rows, dispatch_rail, dispatch_exit, combine_credit, combine_gather,
-    combine_rows, combine_exit, end
+    dispatch_ready,
+    dispatch_counts,
+    dispatch_rows,
+    dispatch_rail,
+    dispatch_exit,
+    combine_credit,
+    combine_gather,
+    combine_rows,
+    combine_exit,
+    end
 };
 
 // One cache line of findings and one of counters for each core.

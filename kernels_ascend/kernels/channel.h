@@ -15,29 +15,31 @@ struct Source {
 };
 
 HAL_AICORE Source source_of(const RowArea& area, std::uint64_t row, std::uint32_t meta_bytes) {
-    const std::uint32_t record_blocks = std::uint32_t(blocks_of(std::int64_t(area.x_bytes) + meta_bytes) * block_bytes());
+    const std::uint32_t record_blocks =
+        std::uint32_t(blocks_of(std::int64_t(area.x_bytes) + meta_bytes) * block_bytes());
     return {area.x(row), area.meta(row), area.blocks(row), std::uint32_t(area.x_bytes), meta_bytes, record_blocks};
 }
 
 // Rows to a peer go to two queues 3:1 by their place in route order.
 class RouteOrder {
-public:
+  public:
     HAL_AICORE std::int32_t next(std::int32_t queues) { return queue_of(n_++, queues); }
 
-private:
+  private:
     std::int64_t n_ = 0;
 };
 
 // Requests of one queue, deferred in scratch and submitted 128 at a time; the last of each batch has a completion entry.
 class Batch {
-public:
+  public:
     HAL_AICORE void init(Core& core) {
         core.pipe_.InitBuffer(buffer_, 128 * 64);
         scratch_ = reinterpret_cast<__ubuf__ std::uint8_t*>(buffer_.Get<std::uint8_t>().GetPhyAddr());
         state_ = {};
     }
     // One request is held back, since only the next call tells whether it is the last.
-    HAL_AICORE void add(Core& core, std::int32_t peer, std::int32_t qp, std::uint64_t dst, std::uint64_t src, std::uint32_t bytes) {
+    HAL_AICORE void add(Core& core, std::int32_t peer, std::int32_t qp, std::uint64_t dst, std::uint64_t src,
+                        std::uint32_t bytes) {
         post_held(core, peer, qp);
         held_ = true;
         dst_ = dst, src_ = src, bytes_ = bytes;
@@ -46,11 +48,13 @@ public:
     HAL_AICORE void close(Core& core, std::int32_t peer, std::int32_t qp) {
         if (!held_) return;
         held_ = false;
-        if constexpr (LAST_IS_STRONG) submit<kStrong>(core, peer, qp);
-        else submit<kRowLastOfBatch>(core, peer, qp);
+        if constexpr (LAST_IS_STRONG)
+            submit<kStrong>(core, peer, qp);
+        else
+            submit<kRowLastOfBatch>(core, peer, qp);
     }
 
-private:
+  private:
     HAL_AICORE void post_held(Core& core, std::int32_t peer, std::int32_t qp) {
         if (!held_) return;
         if (state_.pending_count + 1 >= hal_submit_batch()) return submit<kRowLastOfBatch>(core, peer, qp);
@@ -75,7 +79,7 @@ private:
 
 template <Completion C>
 class RowSender {
-public:
+  public:
     HAL_AICORE explicit RowSender(Core& core) : core_(core) {
         if constexpr (C != Completion::strong_signal_no_cqe)
             for (std::int32_t q = 0; q < core.used_qps(); ++q) batch_[q].init(core);
@@ -138,10 +142,12 @@ public:
         }
     }
 
-private:
+  private:
     HAL_AICORE void put(std::int32_t q, std::uint64_t dst, std::uint64_t src, std::uint32_t bytes) {
-        if constexpr (C == Completion::strong_signal_no_cqe) raw_[q].write(core_.at(dst), core_.at(src), bytes);
-        else batch_[q].add(core_, peer_, q, dst, src, bytes);
+        if constexpr (C == Completion::strong_signal_no_cqe)
+            raw_[q].write(core_.at(dst), core_.at(src), bytes);
+        else
+            batch_[q].add(core_, peer_, q, dst, src, bytes);
     }
 
     Core& core_;
@@ -162,8 +168,8 @@ HAL_AICORE void local_row(Core& core, const RowArea& area, std::uint64_t row, st
 
 // flag_in_block: a record (payload, then meta) cut into blocks at `blocks`, each with the round's word in its flag. The
 // last 8 bytes of a block hold it too: the receiver looks there, and a block arrives whole or not at all.
-HAL_AICORE void pack_blocks(Core& core, std::uint64_t blocks, std::uint64_t x, std::uint32_t x_bytes, std::uint64_t meta,
-                            std::uint32_t meta_bytes, std::uint64_t word) {
+HAL_AICORE void pack_blocks(Core& core, std::uint64_t blocks, std::uint64_t x, std::uint32_t x_bytes,
+                            std::uint64_t meta, std::uint32_t meta_bytes, std::uint64_t word) {
     const auto block = core.tile.ReinterpretCast<std::uint64_t>();
     const std::uint32_t bytes = x_bytes + meta_bytes, data = std::uint32_t(block_data());
     for (std::uint32_t from = 0; from < bytes; from += data, blocks += 512) {
@@ -184,27 +190,32 @@ HAL_AICORE void pack_blocks(Core& core, std::uint64_t blocks, std::uint64_t x, s
 }
 
 // The receiving end of flag_in_block: waits for each block of the rows [first, first + n) and moves its data to the planes.
-HAL_AICORE void unpack_rows(Core& core, const RowArea& area, std::uint64_t first, std::uint64_t n, std::uint32_t meta_bytes,
-                            std::uint64_t word, std::int32_t source, Stage stage) {
-    const std::uint32_t x_bytes = std::uint32_t(area.x_bytes), bytes = x_bytes + meta_bytes, data = std::uint32_t(block_data());
+HAL_AICORE void unpack_rows(Core& core, const RowArea& area, std::uint64_t first, std::uint64_t n,
+                            std::uint32_t meta_bytes, std::uint64_t word, std::int32_t source, Stage stage) {
+    const std::uint32_t x_bytes = std::uint32_t(area.x_bytes), bytes = x_bytes + meta_bytes,
+                        data = std::uint32_t(block_data());
     for (std::uint64_t row = first; row < first + n; ++row) {
         std::uint64_t block = area.blocks(row);
         for (std::uint32_t from = 0; from < bytes; from += data, block += 512) {
-            core.check_word(core.wait(block + 504, hal_signal_value(word & ~std::uint64_t{1}), source, 0, stage), word, source, stage);
+            core.check_word(core.wait(block + 504, hal_signal_value(word & ~std::uint64_t{1}), source, 0, stage), word,
+                            source, stage);
             if (core.failed()) return;
             const std::uint32_t until = std::uint32_t(smaller(bytes, from + data));
             const std::uint32_t in_x = from < x_bytes ? std::uint32_t(smaller(until, x_bytes)) - from : 0;
             if (in_x) copy(core.tile, core.at(area.x(row)) + from, core.at(block), in_x);
             if (until > from + in_x)
-                copy(core.tile, core.at(area.meta(row)) + (from + in_x - x_bytes), core.at(block) + in_x, until - from - in_x);
+                copy(core.tile, core.at(area.meta(row)) + (from + in_x - x_bytes), core.at(block) + in_x,
+                     until - from - in_x);
         }
     }
 }
 
 // ---- without completion entries: room before, reclaim after ----
 
-HAL_AICORE std::uint64_t raw_head_address(const Core& core, std::int32_t operation, std::uint64_t round, std::int32_t peer, std::int32_t q) {
-    const std::uint64_t stage = std::uint64_t(operation) * std::uint64_t(core.s.num_buffers) + round % std::uint64_t(core.s.num_buffers);
+HAL_AICORE std::uint64_t raw_head_address(const Core& core, std::int32_t operation, std::uint64_t round,
+                                          std::int32_t peer, std::int32_t q) {
+    const std::uint64_t stage =
+        std::uint64_t(operation) * std::uint64_t(core.s.num_buffers) + round % std::uint64_t(core.s.num_buffers);
     return core.a.raw_heads + ((stage * std::uint64_t(core.s.ranks) + std::uint64_t(peer)) * 2 + std::uint64_t(q)) * 4;
 }
 
@@ -228,13 +239,15 @@ HAL_AICORE void note_raw_heads(Core& core, std::int32_t operation, std::uint64_t
     for (std::int32_t p = 0; p < core.s.ranks; ++p) {
         if (p == core.me || !core.mine(p)) continue;
         for (std::int32_t q = 0; q < core.used_qps(); ++q)
-            write_word<std::uint32_t>(raw_head_address(core, operation, round, p, q), RawQueue(p, core.raw_qp(q)).head());
+            write_word<std::uint32_t>(raw_head_address(core, operation, round, p, q),
+                                      RawQueue(p, core.raw_qp(q)).head());
     }
 }
 
 HAL_AICORE void reclaim_raw(Core& core, std::int32_t operation, std::uint64_t round, std::int32_t peer) {
     for (std::int32_t q = 0; q < core.used_qps(); ++q)
-        RawQueue(peer, core.raw_qp(q)).reclaim(read_word<std::uint32_t>(raw_head_address(core, operation, round, peer, q)));
+        RawQueue(peer, core.raw_qp(q))
+            .reclaim(read_word<std::uint32_t>(raw_head_address(core, operation, round, peer, q)));
 }
 
 }  // namespace hal::ascend

@@ -14,7 +14,7 @@ namespace hal::ascend {
 
 template <Completion C, class T>
 class Combine {
-public:
+  public:
     HAL_AICORE explicit Combine(Core& core) : c_(core), s_(core.s), own_(core), sender_(core), reducer_(core) {
         core.pipe_.InitBuffer(row_buffer_, std::uint32_t(4 * destinations(s_)));
         next_row_ = row_buffer_.Get<std::int32_t>();
@@ -60,7 +60,7 @@ public:
         finish();
     }
 
-private:
+  private:
     HAL_AICORE std::uint64_t stage() const { return ring_slot(c_.a.epoch, std::uint64_t(s_.num_buffers)); }
     HAL_AICORE RowArea home_area() const { return BufferLayout::nth(c_.l.home, stage()); }
     HAL_AICORE RowArea gather_area() const { return BufferLayout::nth(c_.l.gather, stage()); }
@@ -68,7 +68,8 @@ private:
     HAL_AICORE RowArea partial_area() const { return BufferLayout::nth(c_.st.partial, c_.a.epoch % c_.st.depth); }
     HAL_AICORE std::uint64_t word() const { return rows_word(c_.a.epoch, c_.a.returns_weights != 0); }
     HAL_AICORE Arrival arrival(Sig kind, std::int32_t publisher) const {
-        return {{c_.l.staged(kind, stage(), publisher, 0), c_.l.staged(kind, stage(), publisher, 1)}, word(),
+        return {{c_.l.staged(kind, stage(), publisher, 0), c_.l.staged(kind, stage(), publisher, 1)},
+                word(),
                 c_.word_offset(Word::home, c_.a.epoch)};
     }
     // Weights of a row that comes from one rank: layout rank's rows carry all k positions, layout expert's their own.
@@ -77,16 +78,15 @@ private:
     HAL_AICORE std::uint32_t partial_meta() const { return c_.a.returns_weights ? 4 * std::uint32_t(s_.top_k) : 0; }
     HAL_AICORE std::int64_t received_rows() const { return read_word<std::int64_t>(c_.a.route.rows); }
 
-    HAL_AICORE void stage_words() {
-        c_.stage_word(Word::home, c_.a.epoch, hal_signal_value(word()));
-    }
+    HAL_AICORE void stage_words() { c_.stage_word(Word::home, c_.a.epoch, hal_signal_value(word())); }
 
     // The caller's rows, registered: x and weights, or blocks.
     HAL_AICORE void stage_rows() {
         const RowArea area = returned_area();
         const std::int64_t rows = received_rows();
         for (std::int64_t n = c_.share_begin(rows); n < c_.share_end(rows); ++n) {
-            const std::uint64_t r = std::uint64_t(n), x = c_.a.x + r * area.x_bytes, weights = c_.a.topk_weights + r * meta();
+            const std::uint64_t r = std::uint64_t(n), x = c_.a.x + r * area.x_bytes,
+                                weights = c_.a.topk_weights + r * meta();
             if constexpr (C == Completion::flag_in_block) {
                 pack_blocks(c_, area.blocks(r), x, std::uint32_t(area.x_bytes), weights, meta(), word());
             } else {
@@ -115,16 +115,19 @@ private:
     // The staging's last user was round n - depth; its home must have summed it.
     HAL_AICORE void wait_credit(std::int32_t p) {
         const std::uint64_t credit = wanted_credit(c_.a.epoch, std::uint64_t(s_.num_buffers));
-        if (credit && p != c_.me) c_.wait(c_.l.signal(Sig::credit, std::uint64_t(p)), credit, p, 0, Stage::combine_credit);
+        if (credit && p != c_.me)
+            c_.wait(c_.l.signal(Sig::credit, std::uint64_t(p)), credit, p, 0, Stage::combine_credit);
     }
 
     // Rows of the tokens whose home is p, or (gather) of other nodes' tokens whose partial sums p computes.
     HAL_AICORE void send_leg(std::int32_t p, bool gather) {
         const RowArea area = gather ? gather_area() : home_area();
         if (p != c_.me) sender_.open(p, area);
-        if (!gather) send_rows_of(p, p, area);
+        if (!gather)
+            send_rows_of(p, p, area);
         else
-            for (std::int32_t i = 0; i < s_.nodes - 1; ++i) send_rows_of(p, rail_of(s_, p, other_node(i, c_.node)), area);
+            for (std::int32_t i = 0; i < s_.nodes - 1; ++i)
+                send_rows_of(p, rail_of(s_, p, other_node(i, c_.node)), area);
         if (p != c_.me) sender_.close(arrival(gather ? Sig::gather : Sig::home, c_.me));
     }
     HAL_AICORE void send_rows_of(std::int32_t p, std::int32_t home, const RowArea& area) {
@@ -193,9 +196,11 @@ private:
         if (C != Completion::flag_in_block) return;
         for (std::int32_t i = 0; i < s_.nodes - 1; ++i) {
             const std::int32_t home = rail_of(s_, c_.me, other_node(i, c_.node)), g = groups(s_);
-            const std::int64_t base = gather_base(s_, node_of(s_, home), c_.node) + rows_between(c_, home, c_.first_near(), p * g);
-            unpack_rows(c_, gather_area(), std::uint64_t(base), std::uint64_t(rows_between(c_, home, p * g, (p + 1) * g)), meta(),
-                        in.word, p, Stage::combine_gather);
+            const std::int64_t base =
+                gather_base(s_, node_of(s_, home), c_.node) + rows_between(c_, home, c_.first_near(), p * g);
+            unpack_rows(c_, gather_area(), std::uint64_t(base),
+                        std::uint64_t(rows_between(c_, home, p * g, (p + 1) * g)), meta(), in.word, p,
+                        Stage::combine_gather);
         }
     }
 
@@ -221,19 +226,22 @@ private:
                 const std::uint64_t from = std::uint64_t(take_row(stops[i].destination));
                 if (!here) continue;
                 terms.add(c_.at(gather_area().x(from)), c_.a.weighted ? weight_at(weights, stops[i].position) : 1.0F);
-                if (partial_meta()) copy_weights(ids, t, stops[i], c_.at(gather_area().meta(from)), c_.at(area.meta(row)));
+                if (partial_meta())
+                    copy_weights(ids, t, stops[i], c_.at(gather_area().meta(from)), c_.at(area.meta(row)));
             }
             const std::uint64_t no_bias[2] = {0, 0};
             if (!here) continue;
             reducer_.sum(terms, c_.a.weighted != 0, no_bias, area.x_bytes, c_.at(area.x(row)));
             if constexpr (C == Completion::flag_in_block)
-                pack_blocks(c_, area.blocks(row), c_.at(area.x(row)), std::uint32_t(area.x_bytes), c_.at(area.meta(row)), partial_meta(), word());
+                pack_blocks(c_, area.blocks(row), c_.at(area.x(row)), std::uint32_t(area.x_bytes),
+                            c_.at(area.meta(row)), partial_meta(), word());
         }
     }
 
     HAL_AICORE void send_partial(std::int32_t node, std::int32_t home) {
         const std::int32_t tokens = crossed_from(c_, home);
-        const std::uint64_t base = std::uint64_t(rail_base(s_, node, c_.node)), to = std::uint64_t(partial_base(s_, c_.node, node));
+        const std::uint64_t base = std::uint64_t(rail_base(s_, node, c_.node)),
+                            to = std::uint64_t(partial_base(s_, c_.node, node));
         wait_credit(home);  // send() waited for this node's homes only
         require_room(c_, home, tokens, 1, partial_meta() != 0);
         if (c_.failed()) return;
@@ -252,14 +260,15 @@ private:
         const std::int32_t first = c_.first_near(), g = groups(s_);
         if (!c_.near(p)) {
             const std::int32_t node = node_of(s_, p);
-            const std::int32_t crossed = read_word<std::int32_t>(c_.a.route.counts + std::uint64_t(c_.me) * c_.l.header_bytes +
-                                                                 4 * std::uint64_t(destinations(s_) + node));
+            const std::int32_t crossed =
+                read_word<std::int32_t>(c_.a.route.counts + std::uint64_t(c_.me) * c_.l.header_bytes +
+                                        4 * std::uint64_t(destinations(s_) + node));
             return unpack_rows(c_, home_area(), std::uint64_t(partial_base(s_, node, c_.node)), std::uint64_t(crossed),
                                partial_meta(), in.word, p, Stage::combine_rows);
         }
         const std::int32_t me = s_.schedule == Schedule::latency ? 0 : c_.me;  // where the own header lies in `counts`
-        unpack_rows(c_, home_area(), std::uint64_t(rows_between(c_, me, first, p * g)), std::uint64_t(rows_between(c_, me, p * g, (p + 1) * g)),
-                    meta(), in.word, p, Stage::combine_rows);
+        unpack_rows(c_, home_area(), std::uint64_t(rows_between(c_, me, first, p * g)),
+                    std::uint64_t(rows_between(c_, me, p * g, (p + 1) * g)), meta(), in.word, p, Stage::combine_rows);
     }
 
     // Every term of every token, nodes ascending; within this node, and without nodes, in the routing's own order.
@@ -287,7 +296,8 @@ private:
             for (std::int32_t i = 0; i < n; ++i) {
                 const std::uint64_t row = std::uint64_t(take_row(stops[i].destination));
                 if (!here) continue;
-                terms.add(c_.at(area.x(row)), c_.a.weighted ? weight_at(c_.a.weights.home + at * k4, stops[i].position) : 1.0F);
+                terms.add(c_.at(area.x(row)),
+                          c_.a.weighted ? weight_at(c_.a.weights.home + at * k4, stops[i].position) : 1.0F);
                 if (out_weights) copy_weights(ids, t, stops[i], c_.at(area.meta(row)), out_weights);
             }
             terms.inner_end = terms.count;
@@ -295,13 +305,14 @@ private:
         }
         if (!here) return;
         if (!is_hierarchical(s_)) terms.inner_begin = terms.inner_end = 0;  // one flat sum
-        const std::uint64_t bias[2] = {c_.a.bias[0] ? c_.a.bias[0] + at * row_bytes : 0, c_.a.bias[1] ? c_.a.bias[1] + at * row_bytes : 0};
+        const std::uint64_t bias[2] = {c_.a.bias[0] ? c_.a.bias[0] + at * row_bytes : 0,
+                                       c_.a.bias[1] ? c_.a.bias[1] + at * row_bytes : 0};
         reducer_.sum(terms, c_.a.weighted != 0, bias, row_bytes, c_.a.out_y + at * row_bytes);
     }
 
     // Another node's partial sum, already weighted and rounded. Its rows lie in the order of the tokens that crossed.
-    HAL_AICORE void add_partial(Ids& ids, std::int32_t t, std::int32_t node, const RowArea& area, bool here, Terms& terms,
-                                std::uint64_t out_weights, Stop (&stops)[kMaxTopK]) {
+    HAL_AICORE void add_partial(Ids& ids, std::int32_t t, std::int32_t node, const RowArea& area, bool here,
+                                Terms& terms, std::uint64_t out_weights, Stop (&stops)[kMaxTopK]) {
         const std::int32_t first = node * node_destinations(s_);
         const std::int32_t n = stops_of(c_, ids, t, first, first + node_destinations(s_), stops);
         if (n == 0) return;
@@ -311,7 +322,8 @@ private:
         if (!here) return;
         const std::uint64_t row = std::uint64_t(partial_base(s_, node, c_.node) + nth);
         terms.add(c_.at(area.x(row)), 1.0F);
-        for (std::int32_t i = 0; out_weights && i < n; ++i) copy_weights(ids, t, stops[i], c_.at(area.meta(row)), out_weights, true);
+        for (std::int32_t i = 0; out_weights && i < n; ++i)
+            copy_weights(ids, t, stops[i], c_.at(area.meta(row)), out_weights, true);
     }
 
     HAL_AICORE float weight_at(std::uint64_t weights, std::int32_t position) {
@@ -319,9 +331,11 @@ private:
     }
 
     // Weights that came back with a row, each to its position. `whole`: the row carries all k positions.
-    HAL_AICORE void copy_weights(Ids& ids, std::int32_t t, const Stop& stop, std::uint64_t from, std::uint64_t to, bool whole = false) {
+    HAL_AICORE void copy_weights(Ids& ids, std::int32_t t, const Stop& stop, std::uint64_t from, std::uint64_t to,
+                                 bool whole = false) {
         if (s_.layout == Layout::expert)
-            return copy(c_.tile, to + 4 * std::uint64_t(stop.position), from + (whole ? 4 * std::uint64_t(stop.position) : 0), 4);
+            return copy(c_.tile, to + 4 * std::uint64_t(stop.position),
+                        from + (whole ? 4 * std::uint64_t(stop.position) : 0), 4);
         for (std::int32_t j = 0; j < s_.top_k; ++j) {
             const std::int64_t id = ids.at(t, j);
             if (id >= 0 && destination_of(s_, std::int32_t(id)) == stop.destination)
@@ -334,7 +348,8 @@ private:
         if (c_.a.finished == c_.a.finished_before) return;
         for (std::int32_t i = 1; i < s_.ranks; ++i)
             if (c_.mine(c_.peer(i)))
-                c_.signal(c_.peer(i), 0, c_.l.signal(Sig::credit, std::uint64_t(c_.me)), c_.word_offset(Word::credit, 0));
+                c_.signal(c_.peer(i), 0, c_.l.signal(Sig::credit, std::uint64_t(c_.me)),
+                          c_.word_offset(Word::credit, 0));
         if (C != Completion::strong_signal_no_cqe) return;
         // Without completion entries, everyone's credit is what says that sources and ring are free.
         for (std::int32_t i = 1; i < s_.ranks; ++i) {

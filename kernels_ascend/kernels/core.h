@@ -20,7 +20,7 @@ struct Arrival {
 };
 
 class Core {
-public:
+  public:
     HAL_AICORE explicit Core(GM_ADDR args) : a(from_global<EpArgs>(args)), s(a.shape) {
         l = buffer_layout(s);
         st = stage_layout(l);
@@ -44,7 +44,9 @@ public:
     HAL_AICORE std::int32_t peer(std::int32_t i) const { return (me + i) % s.ranks; }
     HAL_AICORE bool near(std::int32_t rank) const { return !is_hierarchical(s) || node_of(s, rank) == node; }
     HAL_AICORE std::int32_t first_near() const { return is_hierarchical(s) ? node * node_destinations(s) : 0; }
-    HAL_AICORE std::int32_t end_near() const { return first_near() + (is_hierarchical(s) ? node_destinations(s) : destinations(s)); }
+    HAL_AICORE std::int32_t end_near() const {
+        return first_near() + (is_hierarchical(s) ? node_destinations(s) : destinations(s));
+    }
     HAL_AICORE std::int32_t used_qps() const { return used_queues(a.queues); }
     HAL_AICORE std::int32_t raw_qp(std::int32_t queue) const { return a.queues + queue; }
 
@@ -112,7 +114,8 @@ public:
         const std::int32_t signals = s.completion == Completion::strong_last ? 1 : used_qps();
         for (std::int32_t q = 0; q < signals; ++q) {
             const std::uint64_t bound = hal_signal_value(arrival.word & ~std::uint64_t{1});
-            check_word(wait(hal_poll_offset(arrival.slot[q], kSlotStride), bound, source, q, stage), arrival.word, source, stage);
+            check_word(wait(hal_poll_offset(arrival.slot[q], kSlotStride), bound, source, q, stage), arrival.word,
+                       source, stage);
         }
     }
     // The lowest bit says whether weights travel with the rows; both ends must agree.
@@ -123,7 +126,8 @@ public:
     // ---- control messages: queue 0, a completion entry each ----
 
     HAL_AICORE std::uint64_t word_offset(Word kind, std::uint64_t round) const {
-        return st.words + (std::uint64_t(kind) * std::uint64_t(s.num_buffers) + round % std::uint64_t(s.num_buffers)) * 64;
+        return st.words +
+               (std::uint64_t(kind) * std::uint64_t(s.num_buffers) + round % std::uint64_t(s.num_buffers)) * 64;
     }
     // The engine reads the value when it gets there, so it is stored once, before a barrier, and stays until quiet.
     HAL_AICORE void stage_word(Word kind, std::uint64_t round, std::uint64_t value) {
@@ -131,8 +135,8 @@ public:
     }
     HAL_AICORE void put_control(std::int32_t peer, std::uint64_t dst, std::uint64_t src, std::uint32_t bytes) {
         aclshmemx_udma_qp_put_nbi<std::uint8_t, PIPE_MTE3, kRowLastOfBatch>(
-            reinterpret_cast<Gm>(at(dst)), reinterpret_cast<Gm>(at(src)), signal_scratch<std::uint8_t>(), bytes, peer, 0U,
-            EVENT_ID5);
+            reinterpret_cast<Gm>(at(dst)), reinterpret_cast<Gm>(at(src)), signal_scratch<std::uint8_t>(), bytes, peer,
+            0U, EVENT_ID5);
     }
     HAL_AICORE void signal(std::int32_t peer, std::int32_t queue, std::uint64_t slot, std::uint64_t source_word) {
         aclshmemx_udma_qp_put_nbi<std::uint64_t, PIPE_MTE3, kStrong>(
@@ -150,7 +154,9 @@ public:
     }
 
     template <class T>
-    HAL_AICORE AscendC::LocalTensor<T> id_tile() const { return id_buffer_.Get<T>(); }
+    HAL_AICORE AscendC::LocalTensor<T> id_tile() const {
+        return id_buffer_.Get<T>();
+    }
 
     // Adds this launch's counters to the core's line.
     HAL_AICORE void finish() {
@@ -171,12 +177,14 @@ public:
     std::uint64_t data_bytes = 0, flag_bytes = 0, rows = 0, signals = 0;
     AscendC::TPipe pipe_;
 
-private:
+  private:
     template <class T>
     HAL_AICORE __ubuf__ T* signal_scratch() const {
         return reinterpret_cast<__ubuf__ T*>(signal_buffer_.Get<std::uint8_t>().GetPhyAddr());
     }
-    HAL_AICORE std::uint64_t status_address(std::int32_t b) const { return a.status + std::uint64_t(b) * sizeof(Status); }
+    HAL_AICORE std::uint64_t status_address(std::int32_t b) const {
+        return a.status + std::uint64_t(b) * sizeof(Status);
+    }
 
     AscendC::TBuf<AscendC::TPosition::VECCALC> tile_buffer_, id_buffer_, counter_buffer_, small_buffer_;
     AscendC::TBuf<AscendC::TPosition::VECOUT> signal_buffer_;

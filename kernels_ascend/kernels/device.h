@@ -2,15 +2,14 @@
 // The one place that names the toolchain. The include path decides: with bisheng, kernel_operator.h and shmem.h are the
 // SDK's and hal_hooks.h is device/'s; with the host compiler all three are host_shim/'s.
 #pragma once
-#include "hal_hooks.h"
-#include "kernel_operator.h"
-#include "shmem.h"
-
 #include "hal/buffer_layout.hpp"
 #include "hal/credit.hpp"
 #include "hal/epoch.hpp"
 #include "hal/placement.hpp"
 #include "hal/queues.hpp"
+#include "hal_hooks.h"
+#include "kernel_operator.h"
+#include "shmem.h"
 
 #define HAL_AICORE __aicore__ inline
 

@@ -15,7 +15,7 @@ namespace hal::ascend {
 
 template <Completion C>
 class Dispatch {
-public:
+  public:
     HAL_AICORE explicit Dispatch(Core& core) : c_(core), s_(core.s), own_(core), other_(core), sender_(core) {}
 
     HAL_AICORE void send() {
@@ -55,7 +55,7 @@ public:
         if (C == Completion::strong_signal_no_cqe) exit();
     }
 
-private:
+  private:
     HAL_AICORE RowArea receive_area(std::uint64_t slot) const { return BufferLayout::nth(c_.l.receive, slot); }
     HAL_AICORE RowArea tokens_area() const { return BufferLayout::nth(c_.st.tokens, c_.a.epoch % c_.st.depth); }
     HAL_AICORE std::uint32_t meta() const { return std::uint32_t(meta_bytes(s_)); }
@@ -64,7 +64,8 @@ private:
     }
     // `slot`: the receive slot, of whoever is signalled.
     HAL_AICORE Arrival arrival(Sig kind, std::uint64_t slot, std::int32_t publisher) const {
-        return {{c_.l.staged(kind, slot, publisher, 0), c_.l.staged(kind, slot, publisher, 1)}, rows_word(c_.a.epoch, false),
+        return {{c_.l.staged(kind, slot, publisher, 0), c_.l.staged(kind, slot, publisher, 1)},
+                rows_word(c_.a.epoch, false),
                 c_.word_offset(Word::rows, c_.a.epoch)};
     }
 
@@ -79,13 +80,16 @@ private:
             for (std::int32_t i = 0; i < record; ++i) words.SetValue(std::uint32_t(i), 0);
             for (std::int32_t from = 0; from < scales; from += 2048) {
                 const std::int32_t n = std::int32_t(smaller(2048, scales - from));
-                load(given, c_.a.scales + 4 * (std::uint64_t(t) * std::uint64_t(scales) + std::uint64_t(from)), std::uint32_t(n));
-                for (std::int32_t i = 0; i < n; ++i) words.SetValue(std::uint32_t(from + i), given.GetValue(std::uint32_t(i)));
+                load(given, c_.a.scales + 4 * (std::uint64_t(t) * std::uint64_t(scales) + std::uint64_t(from)),
+                     std::uint32_t(n));
+                for (std::int32_t i = 0; i < n; ++i)
+                    words.SetValue(std::uint32_t(from + i), given.GetValue(std::uint32_t(i)));
             }
             for (std::int32_t j = 0; j < k; ++j) {
                 const std::int64_t id = ids.at(std::int32_t(t), j);
                 if (id < -1 || id >= s_.num_experts)
-                    c_.fail(Failure::expert_id, std::int32_t(t), 0, Stage::end, std::uint64_t(s_.num_experts), std::uint64_t(id));
+                    c_.fail(Failure::expert_id, std::int32_t(t), 0, Stage::end, std::uint64_t(s_.num_experts),
+                            std::uint64_t(id));
                 words.SetValue(std::uint32_t(scales + j), std::int32_t(id));
             }
             stage_weights(std::uint64_t(t), words, given);
@@ -109,7 +113,8 @@ private:
         save(c_.at(area.meta(t)), words, std::uint32_t(record));
         const std::uint64_t x = c_.a.x + t * area.x_bytes;
         if constexpr (C == Completion::flag_in_block)
-            pack_blocks(c_, area.blocks(t), x, std::uint32_t(area.x_bytes), c_.at(area.meta(t)), meta(), rows_word(c_.a.epoch, false));
+            pack_blocks(c_, area.blocks(t), x, std::uint32_t(area.x_bytes), c_.at(area.meta(t)), meta(),
+                        rows_word(c_.a.epoch, false));
         else
             copy(c_.tile, c_.at(area.x(t)), x, area.x_bytes);
     }
@@ -133,12 +138,14 @@ private:
             for (std::int32_t i = 0; i < count; ++i) {
                 for (std::int32_t other = 0; other < i; ++other)
                     if (stops[other].destination == stops[i].destination)
-                        c_.fail(Failure::duplicate_expert, t, 0, Stage::end, 0, std::uint64_t(ids.at(t, stops[i].position)));
+                        c_.fail(Failure::duplicate_expert, t, 0, Stage::end, 0,
+                                std::uint64_t(ids.at(t, stops[i].position)));
                 increment(stops[i].destination);
                 if (is_hierarchical(s_) && first_to_node(stops, i)) increment(destinations(s_) + node_at(stops[i]));
             }
         }
-        save(s_.schedule == Schedule::latency ? c_.a.route.counts : c_.at(c_.l.header(c_.a.epoch, c_.me)), c_.counters, std::uint32_t(n));
+        save(s_.schedule == Schedule::latency ? c_.a.route.counts : c_.at(c_.l.header(c_.a.epoch, c_.me)), c_.counters,
+             std::uint32_t(n));
     }
     HAL_AICORE void increment(std::int32_t i) {
         c_.counters.SetValue(std::uint32_t(i), c_.counters.GetValue(std::uint32_t(i)) + 1);
@@ -166,7 +173,8 @@ private:
             std::int64_t rows = -1;
             if (c_.near(p)) {
                 rows = 0;
-                for (std::int32_t g = 0; g < groups(s_); ++g) rows += c_.counters.GetValue(std::uint32_t(p * groups(s_) + g));
+                for (std::int32_t g = 0; g < groups(s_); ++g)
+                    rows += c_.counters.GetValue(std::uint32_t(p * groups(s_) + g));
             } else if (rail_of(s_, c_.me, node_of(s_, p)) == p) {
                 rows = c_.counters.GetValue(std::uint32_t(destinations(s_) + node_of(s_, p)));
             }
@@ -191,7 +199,8 @@ private:
             if (!c_.mine(p)) continue;
             std::uint64_t word = ready_word(own_ready());
             if (p != c_.me)
-                word = c_.wait(c_.l.ready(c_.a.epoch, p), ready_word({c_.a.epoch, 0, false, 0}), p, 0, Stage::dispatch_ready);
+                word = c_.wait(c_.l.ready(c_.a.epoch, p), ready_word({c_.a.epoch, 0, false, 0}), p, 0,
+                               Stage::dispatch_ready);
             write_word<std::uint64_t>(c_.a.offered + 8 * std::uint64_t(p), word);
         }
     }
@@ -213,7 +222,8 @@ private:
             return;
         }
         if (c_.block == 0)
-            copy(c_.tile, c_.a.route.counts, c_.at(c_.l.header(c_.a.epoch, 0)), std::uint64_t(s_.ranks) * c_.l.header_bytes);
+            copy(c_.tile, c_.a.route.counts, c_.at(c_.l.header(c_.a.epoch, 0)),
+                 std::uint64_t(s_.ranks) * c_.l.header_bytes);
         if (c_.block != 0) return;
         own_.load_owner(c_.me);
         write_word<std::int64_t>(c_.a.route.rows, own_.start(groups(s_)));
@@ -252,8 +262,10 @@ private:
         for (std::int32_t i = 1; i < s_.ranks; ++i) {
             const std::int32_t p = c_.peer(i);
             if (!c_.mine(p)) continue;
-            if (c_.near(p)) sender_.publish(p, arrival(Sig::rows, offered(p), c_.me));
-            else if (rail_of(s_, c_.me, node_of(s_, p)) == p) sender_.publish(p, arrival(Sig::rail, offered(p), c_.me));
+            if (c_.near(p))
+                sender_.publish(p, arrival(Sig::rows, offered(p), c_.me));
+            else if (rail_of(s_, c_.me, node_of(s_, p)) == p)
+                sender_.publish(p, arrival(Sig::rail, offered(p), c_.me));
         }
     }
 
@@ -262,7 +274,8 @@ private:
         const bool fixed = s_.schedule == Schedule::latency;
         if (!fixed) other_.load_owner(p);
         for (std::int32_t g = 0; g < groups(s_); ++g)
-            c_.counters.SetValue(std::uint32_t(g), std::int32_t(fixed ? fixed_place(s_, g, source) : other_.place(source, g)));
+            c_.counters.SetValue(std::uint32_t(g),
+                                 std::int32_t(fixed ? fixed_place(s_, g, source) : other_.place(source, g)));
     }
 
     // Walks `ids` and sends or copies each row to p; staged(token) is its source.
@@ -287,7 +300,8 @@ private:
         Ids ids(c_, c_.a.route.ids, c_.a.tokens);
         if (p == c_.me) {
             rows_to(p, ids, target, [&](std::int32_t t, std::uint64_t row, const RowArea& to) {
-                local_row(c_, to, row, c_.a.x + std::uint64_t(t) * to.x_bytes, c_.at(area.meta(std::uint64_t(t))), meta());
+                local_row(c_, to, row, c_.a.x + std::uint64_t(t) * to.x_bytes, c_.at(area.meta(std::uint64_t(t))),
+                          meta());
             });
             return;
         }
@@ -380,7 +394,8 @@ private:
         if (c_.a.known) return;
         for (std::int32_t source = 0; source < s_.ranks; ++source) {
             if (!c_.mine(source)) continue;
-            if (source != c_.me) c_.wait(count_signal(c_.a.slot, source), c_.a.epoch, source, 0, Stage::dispatch_counts);
+            if (source != c_.me)
+                c_.wait(count_signal(c_.a.slot, source), c_.a.epoch, source, 0, Stage::dispatch_counts);
             copy(c_.tile, c_.a.route.messages + std::uint64_t(source) * c_.l.counts_bytes,
                  c_.at(c_.l.count_message(c_.a.slot, source)), 4 * std::uint64_t(1 + groups(s_)));
         }
@@ -395,7 +410,8 @@ private:
         ReceivedFrom received(c_, own_, source);
         for (std::int32_t g = 0; g < groups(s_); ++g) {
             const Received r = received.next();
-            unpack_rows(c_, receive_area(c_.a.slot), std::uint64_t(r.place), std::uint64_t(r.count), meta(), in.word, from, Stage::dispatch_rows);
+            unpack_rows(c_, receive_area(c_.a.slot), std::uint64_t(r.place), std::uint64_t(r.count), meta(), in.word,
+                        from, Stage::dispatch_rows);
         }
     }
 
@@ -408,7 +424,9 @@ private:
             for (std::int32_t g = 0; g < groups(s_); ++g) {
                 const Received r = received.next();
                 const std::uint64_t dirty =
-                    c_.a.dirty + 4 * ((c_.a.slot * std::uint64_t(s_.ranks) + std::uint64_t(source)) * std::uint64_t(groups(s_)) + std::uint64_t(g));
+                    c_.a.dirty +
+                    4 * ((c_.a.slot * std::uint64_t(s_.ranks) + std::uint64_t(source)) * std::uint64_t(groups(s_)) +
+                         std::uint64_t(g));
                 const std::int64_t before = read_word<std::int32_t>(dirty);
                 clear_rows(area, r.place + r.count, r.place + before);
                 write_word<std::int32_t>(dirty, std::int32_t(r.count));
@@ -416,7 +434,8 @@ private:
         }
     }
     HAL_AICORE void clear_rows(const RowArea& area, std::int64_t from, std::int64_t until) {
-        if (until > from) clear(c_.tile, c_.at(area.x(std::uint64_t(from))), std::uint64_t(until - from) * area.x_bytes);
+        if (until > from)
+            clear(c_.tile, c_.at(area.x(std::uint64_t(from))), std::uint64_t(until - from) * area.x_bytes);
     }
 
     // Ids, weights and scales of this core's sources, and the gaps behind the last source.
@@ -429,7 +448,8 @@ private:
             for (std::int32_t g = 0; g < groups(s_); ++g) {
                 const Received r = received.next();
                 for (std::int64_t n = 0; n < r.count; ++n) hand_out_row(area, r.place + n, g);
-                if (fixed) pad(r.place + r.count, r.place + s_.max_tokens);
+                if (fixed)
+                    pad(r.place + r.count, r.place + s_.max_tokens);
                 else if (source == s_.ranks - 1) {
                     clear_rows(area, r.place + r.count, own_.start(g + 1));
                     pad(r.place + r.count, own_.start(g + 1));
@@ -438,13 +458,15 @@ private:
         }
         if (c_.block == 0 && c_.a.out_offsets)
             for (std::int32_t g = 0; g <= groups(s_); ++g)
-                write_word<std::int64_t>(c_.a.out_offsets + 8 * std::uint64_t(g), fixed ? fixed_place(s_, g, 0) : own_.start(g));
+                write_word<std::int64_t>(c_.a.out_offsets + 8 * std::uint64_t(g),
+                                         fixed ? fixed_place(s_, g, 0) : own_.start(g));
     }
 
     HAL_AICORE void hand_out_row(const RowArea& area, std::int64_t row, std::int32_t group) {
         const std::uint32_t k = std::uint32_t(s_.top_k), scales = std::uint32_t(s_.scale_dim);
         const std::uint64_t r = std::uint64_t(row);
-        const auto record = c_.tile.template ReinterpretCast<std::int32_t>(), idx = record[4096], weights = record[5120];
+        const auto record = c_.tile.template ReinterpretCast<std::int32_t>(), idx = record[4096],
+                   weights = record[5120];
         if (scales) copy(c_.tile, c_.a.out_scales + 4 * r * scales, c_.at(area.meta(r)), 4 * std::uint64_t(scales));
         load(record, c_.at(area.meta(r)) + 4 * scales, 2 * k);
         const std::int32_t first = c_.me * local_experts(s_);
@@ -474,7 +496,9 @@ private:
         if (until <= from) return;
         clear(c_.tile, c_.a.out_weights + 4 * std::uint64_t(from) * k, 4 * std::uint64_t(until - from) * k);
         const std::uint64_t scales = std::uint64_t(s_.scale_dim);
-        if (scales) clear(c_.tile, c_.a.out_scales + 4 * std::uint64_t(from) * scales, 4 * std::uint64_t(until - from) * scales);
+        if (scales)
+            clear(c_.tile, c_.a.out_scales + 4 * std::uint64_t(from) * scales,
+                  4 * std::uint64_t(until - from) * scales);
     }
 
     // Actual rows (layout expert) or assignments (layout rank) of each local expert; one core, from what was handed out.
@@ -487,7 +511,8 @@ private:
             for (std::int32_t g = 0; g < groups(s_); ++g) {
                 const Received r = received.next();
                 if (s_.layout == Layout::expert) {
-                    c_.counters.SetValue(std::uint32_t(g), c_.counters.GetValue(std::uint32_t(g)) + std::int32_t(r.count));
+                    c_.counters.SetValue(std::uint32_t(g),
+                                         c_.counters.GetValue(std::uint32_t(g)) + std::int32_t(r.count));
                     continue;
                 }
                 Ids ids(c_, c_.a.out_idx + 4 * std::uint64_t(r.place) * std::uint64_t(s_.top_k), std::int32_t(r.count));
@@ -503,7 +528,8 @@ private:
     HAL_AICORE void exit() {
         for (std::int32_t i = 1; i < s_.ranks; ++i)
             if (c_.mine(c_.peer(i)))
-                c_.signal(c_.peer(i), 0, c_.l.staged(Sig::exit, offered(c_.peer(i)), c_.me, 0), c_.word_offset(Word::exit, c_.a.epoch));
+                c_.signal(c_.peer(i), 0, c_.l.staged(Sig::exit, offered(c_.peer(i)), c_.me, 0),
+                          c_.word_offset(Word::exit, c_.a.epoch));
         for (std::int32_t i = 1; i < s_.ranks; ++i) {
             const std::int32_t p = c_.peer(i);
             if (!c_.mine(p)) continue;

@@ -12,8 +12,9 @@ inline constexpr aclshmemx_udma_op_config_t kNoOrder{1U, 0U, 0U, ACLSHMEMX_UDMA_
 inline constexpr std::uint64_t kLargestPut = 256ULL << 20;
 
 class Primitives {
-public:
-    HAL_AICORE explicit Primitives(GM_ADDR args) : address_(reinterpret_cast<std::uint64_t>(args)), a_(from_global<PrimitiveArgs>(args)) {
+  public:
+    HAL_AICORE explicit Primitives(GM_ADDR args)
+        : address_(reinterpret_cast<std::uint64_t>(args)), a_(from_global<PrimitiveArgs>(args)) {
         pipe_.InitBuffer(tile_buffer_, 32 * 1024);
         pipe_.InitBuffer(scratch_buffer_, 64);
         tile_ = tile_buffer_.Get<std::uint8_t>();
@@ -22,15 +23,20 @@ public:
     HAL_AICORE void run() {
         const bool self = a_.peer == aclshmem_my_pe();
         switch (a_.kind) {
-            case Primitive::put: return self ? copy(tile_, a_.dst, a_.src, a_.bytes) : put();
-            case Primitive::signal_set: return self ? write_word<std::uint64_t>(a_.dst, a_.value) : put();
-            case Primitive::signal_add: return add(self);
-            case Primitive::quiet: return quiet();
-            case Primitive::wait: return wait();
+            case Primitive::put:
+                return self ? copy(tile_, a_.dst, a_.src, a_.bytes) : put();
+            case Primitive::signal_set:
+                return self ? write_word<std::uint64_t>(a_.dst, a_.value) : put();
+            case Primitive::signal_add:
+                return add(self);
+            case Primitive::quiet:
+                return quiet();
+            case Primitive::wait:
+                return wait();
         }
     }
 
-private:
+  private:
     template <const aclshmemx_udma_op_config_t& CONFIG>
     HAL_AICORE void post(std::uint64_t dst, std::uint64_t src, std::uint32_t bytes) {
         aclshmemx_udma_qp_put_nbi<std::uint8_t, PIPE_MTE3, CONFIG>(
@@ -43,9 +49,12 @@ private:
         for (std::uint64_t at = 0; at < a_.bytes; at += kLargestPut) {
             const bool last = a_.bytes - at <= kLargestPut;
             const std::uint32_t n = std::uint32_t(last ? a_.bytes - at : kLargestPut);
-            if (a_.order == std::uint32_t(Order::none)) post<kNoOrder>(a_.dst + at, a_.src + at, n);
-            else if (a_.order == std::uint32_t(Order::strong) && last) post<kStrong>(a_.dst + at, a_.src + at, n);
-            else post<kRowLastOfBatch>(a_.dst + at, a_.src + at, n);
+            if (a_.order == std::uint32_t(Order::none))
+                post<kNoOrder>(a_.dst + at, a_.src + at, n);
+            else if (a_.order == std::uint32_t(Order::strong) && last)
+                post<kStrong>(a_.dst + at, a_.src + at, n);
+            else
+                post<kRowLastOfBatch>(a_.dst + at, a_.src + at, n);
         }
     }
     // The library's atomics go by queue 0 and have no order, so a strong add waits first; on another queue it would be
@@ -53,14 +62,16 @@ private:
     HAL_AICORE void add(bool self) {
         if (!self) {
             if (a_.order == std::uint32_t(Order::strong)) aclshmemx_udma_qp_quiet(a_.peer, std::uint32_t(a_.queue));
-            aclshmemx_udma_atomic_add<std::uint64_t>(reinterpret_cast<__gm__ std::uint64_t*>(a_.dst), a_.value, a_.peer);
+            aclshmemx_udma_atomic_add<std::uint64_t>(reinterpret_cast<__gm__ std::uint64_t*>(a_.dst), a_.value,
+                                                     a_.peer);
             return;
         }
         hal_local_atomic_add(a_.dst, a_.value);
     }
     HAL_AICORE void quiet() {
         for (std::int32_t p = 0; p < aclshmem_n_pes(); ++p)
-            if (p != aclshmem_my_pe() && (a_.peer < 0 || a_.peer == p)) aclshmemx_udma_qp_quiet(p, std::uint32_t(a_.queue));
+            if (p != aclshmem_my_pe() && (a_.peer < 0 || a_.peer == p))
+                aclshmemx_udma_qp_quiet(p, std::uint32_t(a_.queue));
     }
     HAL_AICORE void wait() {
         std::uint64_t seen = read_word<std::uint64_t>(a_.dst);

@@ -13,9 +13,10 @@ static_assert(HAL_UDMA_CQE_BIT == 1ULL << 21 && HAL_UDMA_ODR_MASK == 7ULL << 16,
 
 // One queue while descriptors are added to it; nothing is seen by the engine before ring().
 class RawQueue {
-public:
+  public:
     HAL_AICORE RawQueue() = default;
-    HAL_AICORE RawQueue(std::int32_t peer, std::int32_t qp) : peer_(peer), queue_(hal_raw_queue(peer, std::uint32_t(qp))) {
+    HAL_AICORE RawQueue(std::int32_t peer, std::int32_t qp)
+        : peer_(peer), queue_(hal_raw_queue(peer, std::uint32_t(qp))) {
         first_ = head_ = *queue_.head;
     }
 
@@ -29,9 +30,15 @@ public:
     // A relaxed write without completion entry.
     HAL_AICORE void write(std::uint64_t dst, std::uint64_t src, std::uint32_t bytes) {
         const auto remote = reinterpret_cast<std::uint64_t>(aclshmem_ptr(reinterpret_cast<__gm__ void*>(dst), peer_));
-        const std::uint64_t words[8] = {
-            (std::uint64_t{ACLSHMEMX_UDMA_ODR_RO} << HAL_UDMA_ODR_SHIFT) | (HAL_UDMA_OPCODE_WRITE << HAL_UDMA_OPCODE_SHIFT),
-            1ULL << 24, 0, 0, 0, remote, bytes, src};
+        const std::uint64_t words[8] = {(std::uint64_t{ACLSHMEMX_UDMA_ODR_RO} << HAL_UDMA_ODR_SHIFT) |
+                                            (HAL_UDMA_OPCODE_WRITE << HAL_UDMA_OPCODE_SHIFT),
+                                        1ULL << 24,
+                                        0,
+                                        0,
+                                        0,
+                                        remote,
+                                        bytes,
+                                        src};
         const auto block = global<std::uint64_t>(word_address(head_));
         for (std::uint32_t i = 0; i < 8; ++i) block.SetValue(i, words[i]);
         ++head_;
@@ -64,7 +71,7 @@ public:
         if (reached(until, *queue_.tail)) *queue_.tail = until;
     }
 
-private:
+  private:
     HAL_AICORE std::uint64_t word_address(std::uint32_t index) const {
         return reinterpret_cast<std::uint64_t>(queue_.sq) + std::uint64_t(index % queue_.depth) * 64;
     }

@@ -23,7 +23,7 @@ struct Terms {
 
 template <class T>
 class Reducer {
-public:
+  public:
     HAL_AICORE explicit Reducer(Core& core) : core_(core) {
         core.pipe_.InitBuffer(stored_buffer_, kChunk * sizeof(T));
         core.pipe_.InitBuffer(term_buffer_, kChunk * 4);
@@ -36,7 +36,8 @@ public:
     }
 
     // y = ((0 + term 0) + term 1) + ... + bias 0 + bias 1; `row_bytes` of each.
-    HAL_AICORE void sum(const Terms& terms, bool weighted, const std::uint64_t (&bias)[2], std::uint64_t row_bytes, std::uint64_t y) {
+    HAL_AICORE void sum(const Terms& terms, bool weighted, const std::uint64_t (&bias)[2], std::uint64_t row_bytes,
+                        std::uint64_t y) {
         const std::uint32_t width = std::uint32_t(row_bytes / sizeof(T));
         for (std::uint32_t from = 0; from < width; from += kChunk) {
             const std::uint32_t n = std::uint32_t(smaller(kChunk, width - from));
@@ -56,15 +57,16 @@ public:
         }
     }
 
-private:
+  private:
     static constexpr std::uint32_t kChunk = 2048;
 
-    HAL_AICORE void add_range(const AscendC::LocalTensor<float>& into, const Terms& terms, std::int32_t from, std::int32_t until,
-                              bool weighted, std::uint64_t offset, std::uint32_t n) {
+    HAL_AICORE void add_range(const AscendC::LocalTensor<float>& into, const Terms& terms, std::int32_t from,
+                              std::int32_t until, bool weighted, std::uint64_t offset, std::uint32_t n) {
         for (std::int32_t i = from; i < until; ++i)
             add_row(into, terms.term[i].address + offset, terms.term[i].weight, weighted, n);
     }
-    HAL_AICORE void add_row(const AscendC::LocalTensor<float>& into, std::uint64_t address, float weight, bool weighted, std::uint32_t n) {
+    HAL_AICORE void add_row(const AscendC::LocalTensor<float>& into, std::uint64_t address, float weight, bool weighted,
+                            std::uint32_t n) {
         if constexpr (sizeof(T) == 4) {
             load(term_, address, n);
         } else {

@@ -8,7 +8,7 @@ namespace hal::ascend {
 
 // Expert ids of tokens, a tile at a time. `wide` ids are 64-bit in memory.
 class Ids {
-public:
+  public:
     HAL_AICORE Ids(Core& core, std::uint64_t address, std::int32_t tokens, bool wide = false)
         : core_(core), address_(address), tokens_(tokens), k_(core.s.top_k), wide_(wide) {}
     HAL_AICORE std::int32_t tokens() const { return tokens_; }
@@ -19,14 +19,16 @@ public:
         return wide_ ? core_.id_tile<std::int64_t>().GetValue(i) : core_.id_tile<std::int32_t>().GetValue(i);
     }
 
-private:
+  private:
     HAL_AICORE void fetch(std::int32_t token) {
         first_ = token;
         end_ = std::int32_t(smaller(tokens_, token + std::int32_t(kIdTile) / k_));
         const std::uint32_t n = std::uint32_t((end_ - first_) * k_);
         const std::uint64_t from = address_ + std::uint64_t(first_) * std::uint64_t(k_) * (wide_ ? 8 : 4);
-        if (wide_) load(core_.id_tile<std::int64_t>(), from, n);
-        else load(core_.id_tile<std::int32_t>(), from, n);
+        if (wide_)
+            load(core_.id_tile<std::int64_t>(), from, n);
+        else
+            load(core_.id_tile<std::int32_t>(), from, n);
     }
 
     Core& core_;
@@ -68,7 +70,7 @@ HAL_AICORE std::int32_t stops_of(Core& core, Ids& ids, std::int32_t token, std::
 
 // What every source sends to one owner's groups: [ranks][groups] counts, and where the groups start.
 class Columns {
-public:
+  public:
     HAL_AICORE explicit Columns(Core& core) : core_(core) {
         const std::uint32_t g = std::uint32_t(groups(core.s));
         // Each source's row starts on a 32-byte boundary of scratch, as copies want it.
@@ -84,7 +86,8 @@ public:
         const std::int32_t g = groups(s);
         for (std::int32_t source = 0; source < s.ranks; ++source)
             load(counts_[std::uint32_t(source) * stride_],
-                 core_.a.route.counts + std::uint64_t(source) * core_.l.header_bytes + 4 * std::uint64_t(owner * g), std::uint32_t(g));
+                 core_.a.route.counts + std::uint64_t(source) * core_.l.header_bytes + 4 * std::uint64_t(owner * g),
+                 std::uint32_t(g));
         std::int64_t start = 0;
         for (std::int32_t i = 0; i < g; ++i) {
             starts_.SetValue(std::uint32_t(i), start);
@@ -103,14 +106,16 @@ public:
         return sum;
     }
     HAL_AICORE std::int64_t start(std::int32_t group) const { return starts_.GetValue(std::uint32_t(group)); }
-    HAL_AICORE std::int64_t place(std::int32_t source, std::int32_t group) const { return start(group) + before(source, group); }
+    HAL_AICORE std::int64_t place(std::int32_t source, std::int32_t group) const {
+        return start(group) + before(source, group);
+    }
     HAL_AICORE std::int64_t rows_of(std::int32_t source) const {
         std::int64_t sum = 0;
         for (std::int32_t g = 0; g < groups(core_.s); ++g) sum += count(source, g);
         return sum;
     }
 
-private:
+  private:
     Core& core_;
     std::uint32_t stride_;
     AscendC::TBuf<AscendC::TPosition::VECCALC> counts_buffer_, start_buffer_;
@@ -123,7 +128,8 @@ HAL_AICORE std::int64_t rows_between(Core& core, std::int32_t home, std::int32_t
     std::int64_t sum = 0;
     for (std::int32_t d = first; d < until; d += 256) {
         const std::int32_t n = std::int32_t(smaller(256, until - d));
-        load(core.small, core.a.route.counts + std::uint64_t(home) * core.l.header_bytes + 4 * std::uint64_t(d), std::uint32_t(n));
+        load(core.small, core.a.route.counts + std::uint64_t(home) * core.l.header_bytes + 4 * std::uint64_t(d),
+             std::uint32_t(n));
         for (std::int32_t i = 0; i < n; ++i) sum += core.small.GetValue(std::uint32_t(i));
     }
     return sum;
@@ -142,8 +148,9 @@ struct Received {
 
 // For one source, group by group in ascending order.
 class ReceivedFrom {
-public:
-    HAL_AICORE ReceivedFrom(Core& core, const Columns& own, std::int32_t source) : core_(core), own_(own), source_(source) {
+  public:
+    HAL_AICORE ReceivedFrom(Core& core, const Columns& own, std::int32_t source)
+        : core_(core), own_(own), source_(source) {
         const EpShape& s = core.s;
         if (s.schedule == Schedule::latency) {
             back_ = read_word<std::int32_t>(message(0));
@@ -165,7 +172,7 @@ public:
         return r;
     }
 
-private:
+  private:
     HAL_AICORE std::uint64_t message(std::int32_t i) const {
         return core_.a.route.messages + std::uint64_t(source_) * core_.l.counts_bytes + 4 * std::uint64_t(i);
     }

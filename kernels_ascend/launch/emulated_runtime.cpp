@@ -56,7 +56,8 @@ void EmulatedRuntime::read(void* host, std::uint64_t device, std::size_t bytes) 
 }
 
 void EmulatedRuntime::launch(Kernel kernel, std::uint64_t args, int cores) {
-    static constexpr void (*kernels[])(GM_ADDR) = {hal_dispatch_send, hal_dispatch_recv, hal_combine_send, hal_combine_recv, hal_primitive};
+    static constexpr void (*kernels[])(GM_ADDR) = {hal_dispatch_send, hal_dispatch_recv, hal_combine_send,
+                                                   hal_combine_recv, hal_primitive};
     device_.launch([entry = kernels[int(kernel)], args] { entry(reinterpret_cast<GM_ADDR>(args)); }, cores);
 }
 void EmulatedRuntime::synchronize() {

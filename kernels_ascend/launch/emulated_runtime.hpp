@@ -15,13 +15,13 @@ namespace hal::ascend {
 // Lets one thread for each PE share a World and still give the same run every time: the world moves only while every
 // thread that takes part waits for its stream, and then only until the first stream is done. That one goes on alone.
 class WorldClock {
-public:
+  public:
     explicit WorldClock(udma::World& world) : world_(world), waiting_(std::size_t(world.size())) {}
     void enter();  // a thread begins to take part
     void leave();  // and ends
     void synchronize(int pe);
 
-private:
+  private:
     void advance();
     udma::World& world_;
     std::mutex mutex_;
@@ -32,7 +32,7 @@ private:
 };
 
 class EmulatedRuntime : public Runtime {
-public:
+  public:
     explicit EmulatedRuntime(udma::Device& device, WorldClock* clock = nullptr) : device_(device), clock_(clock) {}
     std::uint64_t allocate(std::size_t bytes) override;
     void free(std::uint64_t address) override;
@@ -42,10 +42,10 @@ public:
     void synchronize() override;
     std::uint64_t cycles_per_second() const override { return 50'000'000; }
 
-protected:
+  protected:
     udma::Device& device_;
 
-private:
+  private:
     WorldClock* clock_;
 };
 

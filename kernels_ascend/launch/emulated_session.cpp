@@ -21,7 +21,8 @@ std::unique_ptr<udma::Device> make_device(const ShmTransport& transport, const S
     config.qp_num = std::uint32_t(options.queues) + 2;
     config.sq_depth = options.sq_depth;
     config.cq_depth = options.cq_depth;
-    return std::make_unique<udma::Device>(transport.rank(), std::vector<udma::Heap>(std::size_t(transport.world_size())), config);
+    return std::make_unique<udma::Device>(transport.rank(),
+                                          std::vector<udma::Heap>(std::size_t(transport.world_size())), config);
 }
 
 }  // namespace
@@ -76,7 +77,8 @@ void EmulatedSession::idle(udma::Launch& launch) {
     bool come = false;
     for (const auto& core : launch.cores)
         if (core->awaited.address)
-            come = come || __atomic_load_n(reinterpret_cast<const std::uint64_t*>(core->awaited.address), __ATOMIC_SEQ_CST) >= core->awaited.at_least;
+            come = come || __atomic_load_n(reinterpret_cast<const std::uint64_t*>(core->awaited.address),
+                                           __ATOMIC_SEQ_CST) >= core->awaited.at_least;
     if (!come) {
         const timespec nap{0, kNapNanoseconds};
         syscall(SYS_futex, &own.bell, FUTEX_WAIT, bell, &nap, nullptr, 0);
@@ -90,10 +92,12 @@ void EmulatedSession::idle(udma::Launch& launch) {
         const auto& waits = core->awaited;
         if (!waits.address) continue;
         const auto fault = transport_.find_fault(waits.source);
-        const std::uint64_t seen = __atomic_load_n(reinterpret_cast<const std::uint64_t*>(waits.address), __ATOMIC_SEQ_CST);
+        const std::uint64_t seen =
+            __atomic_load_n(reinterpret_cast<const std::uint64_t*>(waits.address), __ATOMIC_SEQ_CST);
         if (!fault || seen >= waits.at_least) continue;  // it may have signalled before it ended
         mark_failed(fault->first, fault->second);
-        throw PeerTimeoutError(fault->first, wait_stage_name(waits.stage), waits.queue, waits.at_least, seen, 0.0, fault->second);
+        throw PeerTimeoutError(fault->first, wait_stage_name(waits.stage), waits.queue, waits.at_least, seen, 0.0,
+                               fault->second);
     }
 }
 
@@ -123,7 +127,8 @@ void EmulatedSession::put(std::uint64_t dst, std::uint64_t src, std::uint64_t by
     run(a);
 }
 
-void EmulatedSession::signal(std::uint64_t slot, std::uint64_t value_at, int peer, std::uint64_t value, SignalOp op, int queue, Order order) {
+void EmulatedSession::signal(std::uint64_t slot, std::uint64_t value_at, int peer, std::uint64_t value, SignalOp op,
+                             int queue, Order order) {
     PrimitiveArgs a{};
     a.kind = op == SignalOp::add ? Primitive::signal_add : Primitive::signal_set;
     a.peer = peer, a.queue = queue, a.order = std::uint32_t(order);

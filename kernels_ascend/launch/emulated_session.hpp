@@ -18,7 +18,7 @@ struct SessionOptions {
 };
 
 class EmulatedSession : public EmulatedRuntime {
-public:
+  public:
     EmulatedSession(ShmTransport& transport, SessionOptions options);
     ~EmulatedSession() override;
 
@@ -28,7 +28,8 @@ public:
 
     // One ordering word. Addresses are this rank's; `dst` is symmetric, `src` lies in symmetric memory.
     void put(std::uint64_t dst, std::uint64_t src, std::uint64_t bytes, int peer, int queue, Order order);
-    void signal(std::uint64_t slot, std::uint64_t value_at, int peer, std::uint64_t value, SignalOp op, int queue, Order order);
+    void signal(std::uint64_t slot, std::uint64_t value_at, int peer, std::uint64_t value, SignalOp op, int queue,
+                Order order);
     std::uint64_t wait(std::uint64_t slot, std::uint64_t at_least, int source, double timeout);
     void quiet(int queue, int peer);
 
@@ -38,7 +39,7 @@ public:
     const udma::Counters& counters() const { return emulated_->engine.counters; }
     int queues() const { return options_.queues; }
 
-private:
+  private:
     EmulatedSession(ShmTransport& transport, SessionOptions options, std::unique_ptr<udma::Device> device);
     std::uint64_t run(PrimitiveArgs args);
     void idle(udma::Launch& launch);

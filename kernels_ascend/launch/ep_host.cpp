@@ -11,8 +11,9 @@ namespace hal::ascend {
 namespace {
 
 const char* stage_name(std::int32_t stage) {
-    static constexpr const char* names[] = {"dispatch ready", "dispatch counts", "dispatch rows",   "dispatch rail rows", "dispatch exit",
-                                            "combine credit", "combine gather rows", "combine rows", "combine exit",       "wait"};
+    static constexpr const char* names[] = {
+        "dispatch ready", "dispatch counts",     "dispatch rows", "dispatch rail rows", "dispatch exit",
+        "combine credit", "combine gather rows", "combine rows",  "combine exit",       "wait"};
     return names[stage >= 0 && stage < std::int32_t(Stage::end) ? stage : std::int32_t(Stage::end)];
 }
 
@@ -40,14 +41,16 @@ void require_ring(const EpShape& s, std::uint32_t sq_depth) {
     const std::int64_t rows = to_owner * legs, needed = 2 * (rows - rows / 4 + legs) + legs;
     const std::int64_t given = std::int64_t(sq_depth) - kRingGuard - 1;
     if (needed > given)
-        throw CapacityViolation("send ring blocks for one full round of completion strong_signal_no_cqe", needed, given,
-                                "lower max_tokens, or use completion strong_signal, which reclaims the ring as it goes");
+        throw CapacityViolation(
+            "send ring blocks for one full round of completion strong_signal_no_cqe", needed, given,
+            "lower max_tokens, or use completion strong_signal, which reclaims the ring as it goes");
 }
 
-EpHost::EpHost(std::shared_ptr<Runtime> runtime, const EpShape& shape, int rank, int queues, int element, std::uint64_t window,
-               double timeout, int cores)
-    : runtime_(std::move(runtime)), shape_(shape), layout_(buffer_layout(shape)), rank_(rank), queues_(queues), element_(element),
-      cores_(cores), window_(window), timeout_(timeout), status_(runtime_, sizeof(Status) * std::size_t(cores)),
+EpHost::EpHost(std::shared_ptr<Runtime> runtime, const EpShape& shape, int rank, int queues, int element,
+               std::uint64_t window, double timeout, int cores)
+    : runtime_(std::move(runtime)), shape_(shape), layout_(buffer_layout(shape)), rank_(rank), queues_(queues),
+      element_(element), cores_(cores), window_(window), timeout_(timeout),
+      status_(runtime_, sizeof(Status) * std::size_t(cores)),
       raw_heads_(runtime_, std::size_t(2 * shape.num_buffers * shape.ranks * 2) * 4),
       dirty_(runtime_, std::size_t(shape.num_buffers * shape.ranks * groups(shape)) * 4) {
     const auto refuse = [](const std::string& why) { throw ContractViolation(why); };
@@ -58,7 +61,8 @@ EpHost::EpHost(std::shared_ptr<Runtime> runtime, const EpShape& shape, int rank,
         throw CapacityViolation("top_k on Ascend", shape.top_k, kLargestTopK, "lower top_k");
     const std::int64_t columns = std::int64_t(shape.ranks) * align_up(groups(shape), 8) * 4 * 2;
     if (columns > kColumnBytes)
-        throw CapacityViolation("scratch (UB) bytes for the ranks' counts", columns, kColumnBytes, "use fewer ranks or layout rank");
+        throw CapacityViolation("scratch (UB) bytes for the ranks' counts", columns, kColumnBytes,
+                                "use fewer ranks or layout rank");
 }
 
 EpArgs EpHost::arguments(std::uint64_t epoch) const {
@@ -95,12 +99,14 @@ std::shared_ptr<State> EpHost::new_state(const DispatchInput& in, const State* r
     bytes = 0;
     RouteMemory& at = route->at;
     at.ids = next(bytes, std::uint64_t(in.tokens) * k4);
-    at.counts = next(bytes, std::max(layout_.header_bytes * std::uint64_t(shape_.ranks), 4 * std::uint64_t(header_ints(shape_))));
+    at.counts = next(
+        bytes, std::max(layout_.header_bytes * std::uint64_t(shape_.ranks), 4 * std::uint64_t(header_ints(shape_))));
     at.messages = next(bytes, layout_.counts_bytes * std::uint64_t(shape_.ranks));
     at.forward_ids = next(bytes, others * k4);
     at.rows = next(bytes, 8);
     route->memory = std::make_shared<DeviceMemory>(runtime_, bytes + 64);
-    for (std::uint64_t* p : {&at.ids, &at.counts, &at.messages, &at.forward_ids, &at.rows}) *p += route->memory->address();
+    for (std::uint64_t* p : {&at.ids, &at.counts, &at.messages, &at.forward_ids, &at.rows})
+        *p += route->memory->address();
     state->route = std::move(route);
     return state;
 }
@@ -120,12 +126,14 @@ void EpHost::finish() {
     const std::vector<Status> clean(status.size(), Status{});
     runtime_->write(status_.address(), clean.data(), sizeof(Status) * clean.size());
     for (const Status& s : status) {
-        traffic_.data_bytes += s.data_bytes, traffic_.flag_bytes += s.flag_bytes, traffic_.signal_bytes += s.signal_bytes;
+        traffic_.data_bytes += s.data_bytes, traffic_.flag_bytes += s.flag_bytes,
+            traffic_.signal_bytes += s.signal_bytes;
         traffic_.rows += s.rows, traffic_.signals += s.signals;
     }
     refused_ = false;
     for (const Status& s : status)
-        refused_ = refused_ || s.failure == Failure::expert_id || s.failure == Failure::duplicate_expert || s.failure == Failure::ring;
+        refused_ = refused_ || s.failure == Failure::expert_id || s.failure == Failure::duplicate_expert ||
+                   s.failure == Failure::ring;
     // What ranks disagree about explains a timeout, not the reverse.
     for (const Status& s : status)
         if (s.failure != Failure::none && s.failure != Failure::timeout) raise(s);
@@ -146,30 +154,36 @@ void EpHost::finish_or_take_back(std::uint64_t& epoch) {
 void EpHost::raise(const Status& s) const {
     const std::string rank = "rank " + std::to_string(s.rank);
     switch (s.failure) {
-        case Failure::none: return;
+        case Failure::none:
+            return;
         case Failure::timeout: {
             const auto [root, reason] = runtime_->root_of_stall(s.rank);
             runtime_->mark_failed(root, reason);
             throw PeerTimeoutError(root, stage_name(s.stage), s.queue, s.expected, s.seen, timeout_, reason);
         }
         case Failure::reuse:
-            throw ContractViolation(rank + (s.seen ? " reuses a handle and this rank exchanges counts"
-                                                   : " exchanges counts and this rank reuses a handle") +
+            throw ContractViolation(rank +
+                                    (s.seen ? " reuses a handle and this rank exchanges counts"
+                                            : " exchanges counts and this rank reuses a handle") +
                                     "; pass a handle on all ranks or on none");
         case Failure::tag:
-            throw ContractViolation(rank + " reuses the handle of another dispatch than this rank (" + std::to_string(s.seen) + " and " +
-                                    std::to_string(s.expected) + "); pass handles of the same dispatch on all ranks");
+            throw ContractViolation(rank + " reuses the handle of another dispatch than this rank (" +
+                                    std::to_string(s.seen) + " and " + std::to_string(s.expected) +
+                                    "); pass handles of the same dispatch on all ranks");
         case Failure::weights:
-            throw ContractViolation(rank + (s.seen & 1 ? " sends" : " does not send") + " topk_weights in combine and this rank does" +
-                                    (s.seen & 1 ? " not" : "") + "; pass them on all ranks or on none");
+            throw ContractViolation(rank + (s.seen & 1 ? " sends" : " does not send") +
+                                    " topk_weights in combine and this rank does" + (s.seen & 1 ? " not" : "") +
+                                    "; pass them on all ranks or on none");
         case Failure::expert_id:
-            throw ContractViolation("topk_idx holds expert " + std::to_string(std::int64_t(s.seen)) + " in token " + std::to_string(s.rank) +
-                                    "; ids are -1 ... " + std::to_string(s.expected - 1));
+            throw ContractViolation("topk_idx holds expert " + std::to_string(std::int64_t(s.seen)) + " in token " +
+                                    std::to_string(s.rank) + "; ids are -1 ... " + std::to_string(s.expected - 1));
         case Failure::duplicate_expert:
-            throw ContractViolation("topk_idx names expert " + std::to_string(s.seen) + " twice in token " + std::to_string(s.rank));
+            throw ContractViolation("topk_idx names expert " + std::to_string(s.seen) + " twice in token " +
+                                    std::to_string(s.rank));
         case Failure::ring:
-            throw CapacityViolation("send ring blocks to " + rank + " on QP " + std::to_string(s.queue), std::int64_t(s.expected),
-                                    std::int64_t(s.seen), "receive earlier rounds first, or use completion strong_signal");
+            throw CapacityViolation("send ring blocks to " + rank + " on QP " + std::to_string(s.queue),
+                                    std::int64_t(s.expected), std::int64_t(s.seen),
+                                    "receive earlier rounds first, or use completion strong_signal");
     }
 }
 
@@ -202,7 +216,9 @@ std::int64_t EpHost::rows(const DispatchRound& round) {
     return rows;
 }
 
-std::uint64_t EpHost::received_x(const DispatchRound& round) const { return BufferLayout::nth(layout_.receive, round.slot).x(0); }
+std::uint64_t EpHost::received_x(const DispatchRound& round) const {
+    return BufferLayout::nth(layout_.receive, round.slot).x(0);
+}
 
 void EpHost::dispatch_recv(DispatchRound& round, const DispatchOutput& out) {
     EpArgs a = arguments(round.epoch);
@@ -220,12 +236,13 @@ void EpHost::dispatch_recv(DispatchRound& round, const DispatchOutput& out) {
     round.received = true;
 }
 
-CombineRound EpHost::combine_send(std::uint64_t x, std::shared_ptr<State> state, std::uint64_t topk_weights, bool returns_weights,
-                                  bool weighted) {
+CombineRound EpHost::combine_send(std::uint64_t x, std::shared_ptr<State> state, std::uint64_t topk_weights,
+                                  bool returns_weights, bool weighted) {
     const std::uint64_t depth = std::uint64_t(shape_.num_buffers);
     if (combine_epoch_ + 1 > finished_.all_until + depth)
-        throw ContractViolation("combine " + std::to_string(finished_.all_until + 1) + " was sent and not received, and " +
-                                std::to_string(depth) + " may be in flight; receive it first, or raise num_buffers");
+        throw ContractViolation("combine " + std::to_string(finished_.all_until + 1) +
+                                " was sent and not received, and " + std::to_string(depth) +
+                                " may be in flight; receive it first, or raise num_buffers");
     CombineRound round{++combine_epoch_, std::move(state), weighted, returns_weights, false};
     EpArgs a = arguments(round.epoch);
     a.route = round.state->route->at;
@@ -238,7 +255,8 @@ CombineRound EpHost::combine_send(std::uint64_t x, std::shared_ptr<State> state,
     return round;
 }
 
-void EpHost::combine_recv(CombineRound& round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y, std::uint64_t topk_weights) {
+void EpHost::combine_recv(CombineRound& round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y,
+                          std::uint64_t topk_weights) {
     EpArgs a = arguments(round.epoch);
     a.route = round.state->route->at;
     a.weights = round.state->at;

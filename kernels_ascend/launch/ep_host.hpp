@@ -66,22 +66,23 @@ void require_ring(const EpShape& shape, std::uint32_t sq_depth);
 const char* wait_stage_name(std::int32_t stage);
 
 class EpHost {
-public:
+  public:
     // `window`: address of this rank's part, zeroed. `queues` for rows; completion strong_signal_no_cqe uses the two
     // QPs behind them.
-    EpHost(std::shared_ptr<Runtime> runtime, const EpShape& shape, int rank, int queues, int element, std::uint64_t window,
-           double timeout, int cores);
+    EpHost(std::shared_ptr<Runtime> runtime, const EpShape& shape, int rank, int queues, int element,
+           std::uint64_t window, double timeout, int cores);
 
     DispatchRound dispatch_send(std::uint32_t slot, const DispatchInput& in, const State* reused);
     std::int64_t rows(const DispatchRound& round);
     std::uint64_t received_x(const DispatchRound& round) const;
     void dispatch_recv(DispatchRound& round, const DispatchOutput& out);
-    CombineRound combine_send(std::uint64_t x, std::shared_ptr<State> state, std::uint64_t topk_weights, bool returns_weights,
-                              bool weighted);
-    void combine_recv(CombineRound& round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y, std::uint64_t topk_weights);
+    CombineRound combine_send(std::uint64_t x, std::shared_ptr<State> state, std::uint64_t topk_weights,
+                              bool returns_weights, bool weighted);
+    void combine_recv(CombineRound& round, std::uint64_t bias0, std::uint64_t bias1, std::uint64_t y,
+                      std::uint64_t topk_weights);
     const Traffic& traffic() const { return traffic_; }
 
-private:
+  private:
     EpArgs arguments(std::uint64_t epoch) const;
     std::shared_ptr<State> new_state(const DispatchInput& in, const State* reused, std::uint64_t epoch);
     void launch(Kernel kernel, const EpArgs& args);

@@ -15,7 +15,7 @@ namespace hal::ascend {
 enum class Kernel { dispatch_send, dispatch_recv, combine_send, combine_recv, primitive };
 
 class Runtime {
-public:
+  public:
     virtual ~Runtime() = default;
     virtual std::uint64_t allocate(std::size_t bytes) = 0;  // zeroed
     virtual void free(std::uint64_t address) = 0;
@@ -32,7 +32,7 @@ public:
 
 // Device memory that goes when the last user does.
 class DeviceMemory {
-public:
+  public:
     DeviceMemory(std::shared_ptr<Runtime> runtime, std::size_t bytes)
         : runtime_(std::move(runtime)), address_(bytes ? runtime_->allocate(bytes) : 0) {}
     ~DeviceMemory() {
@@ -42,7 +42,7 @@ public:
     DeviceMemory& operator=(const DeviceMemory&) = delete;
     std::uint64_t address() const { return address_; }
 
-private:
+  private:
     std::shared_ptr<Runtime> runtime_;
     std::uint64_t address_;
 };

@@ -23,12 +23,18 @@ aclError aclrtMalloc(void** address, std::size_t bytes, aclrtMemMallocPolicy) {
     return *address ? 0 : 1;
 }
 aclError aclrtFree(void* address) { return std::free(address), 0; }
-aclError aclrtMemset(void* address, std::size_t, std::int32_t value, std::size_t bytes) { return std::memset(address, value, bytes), 0; }
-aclError aclrtMemcpy(void* dst, std::size_t, const void* src, std::size_t bytes, aclrtMemcpyKind) { return std::memcpy(dst, src, bytes), 0; }
+aclError aclrtMemset(void* address, std::size_t, std::int32_t value, std::size_t bytes) {
+    return std::memset(address, value, bytes), 0;
+}
+aclError aclrtMemcpy(void* dst, std::size_t, const void* src, std::size_t bytes, aclrtMemcpyKind) {
+    return std::memcpy(dst, src, bytes), 0;
+}
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, std::int32_t) { return 0; }
 const char* aclGetRecentErrMsg(void) { return "out of memory"; }
 int aclshmemx_get_uniqueid(aclshmemx_uniqueid_t* uid) { return std::memset(uid, 7, sizeof *uid), 0; }
-int aclshmemx_set_attr_uniqueid_args(int, int, std::int64_t, aclshmemx_uniqueid_t* uid, aclshmemx_init_attr_t*) { return uid->internal[5] == 7 ? 0 : 1; }
+int aclshmemx_set_attr_uniqueid_args(int, int, std::int64_t, aclshmemx_uniqueid_t* uid, aclshmemx_init_attr_t*) {
+    return uid->internal[5] == 7 ? 0 : 1;
+}
 int aclshmemx_set_qp_num(aclshmem_data_op_engine_type_t, std::uint32_t n) {
     if (device) return 1;  // frozen
     return queues = n, 0;
@@ -51,7 +57,8 @@ int aclshmem_finalize(void) { return device.reset(), 0; }
 
 namespace hal::ascend {
 void launch_on_device(Kernel kernel, void*, std::uint8_t* args, int cores) {
-    static constexpr void (*kernels[])(GM_ADDR) = {hal_dispatch_send, hal_dispatch_recv, hal_combine_send, hal_combine_recv, hal_primitive};
+    static constexpr void (*kernels[])(GM_ADDR) = {hal_dispatch_send, hal_dispatch_recv, hal_combine_send,
+                                                   hal_combine_recv, hal_primitive};
     device->launch([=] { kernels[int(kernel)](args); }, cores);
 }
 }  // namespace hal::ascend

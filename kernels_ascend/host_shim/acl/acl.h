@@ -7,7 +7,12 @@
 using aclError = int;
 using aclrtStream = void*;
 inline constexpr aclError ACL_SUCCESS = 0;
-enum aclrtMemcpyKind { ACL_MEMCPY_HOST_TO_HOST, ACL_MEMCPY_HOST_TO_DEVICE, ACL_MEMCPY_DEVICE_TO_HOST, ACL_MEMCPY_DEVICE_TO_DEVICE };
+enum aclrtMemcpyKind {
+    ACL_MEMCPY_HOST_TO_HOST,
+    ACL_MEMCPY_HOST_TO_DEVICE,
+    ACL_MEMCPY_DEVICE_TO_HOST,
+    ACL_MEMCPY_DEVICE_TO_DEVICE
+};
 enum aclrtMemMallocPolicy { ACL_MEM_MALLOC_HUGE_FIRST };
 
 extern "C" {
