@@ -16,7 +16,10 @@ from hal.config import Settings, config_directory
 from hal.errors import ContractError
 
 _ROOT = "default"
-_PLUGINS = ("backend", "transport")  # Groups whose names other packages may add, by entry point hal.backends, hal.transports.
+_PLUGINS = (
+    "backend",
+    "transport",
+)  # Groups whose names other packages may add, by entry point hal.backends, hal.transports.
 _hydra_lock = threading.Lock()  # Hydra's state is global to the process, and ranks may be threads.
 
 
@@ -112,7 +115,9 @@ def _explained(error: Exception) -> ContractError:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return ContractError(f"{group}={name}: no such choice; choose one of: {', '.join(_choices(group))}")
     if isinstance(error, OverrideParseException):
-        return ContractError(f"cannot read override '{error.override}'; write key=value, for example workload=v3_decode")
+        return ContractError(
+            f"cannot read override '{error.override}'; write key=value, for example workload=v3_decode"
+        )
     if key := re.match(r"Could not (?:override|delete from config)[^']*'([^']+)'", str(error)):
         return _unknown_key(key.group(1))
     if "Ambiguous value" in str(error):

@@ -30,7 +30,9 @@ def _at_least(config: Any, **minimum: float) -> None:
 
 
 def _positive_timeout(config: Any) -> None:
-    if isinstance(config.timeout, bool) or not isinstance(config.timeout, int | float) or not config.timeout > 0:  # NaN too.
+    if (
+        isinstance(config.timeout, bool) or not isinstance(config.timeout, int | float) or not config.timeout > 0
+    ):  # NaN too.
         raise ContractError(f"{type(config).__name__}.timeout is {config.timeout}; it must be above 0 seconds")
 
 

@@ -63,7 +63,14 @@ def _combine(comm: Any, ep: Any, settings: Settings, plan: Plan, tokens: int) ->
 
 
 def _sample(
-    comm: Any, settings: Settings, tokens: int, sources: list[Inputs], row_bytes: int, dtype: str, seconds: Any, wrong: int
+    comm: Any,
+    settings: Settings,
+    tokens: int,
+    sources: list[Inputs],
+    row_bytes: int,
+    dtype: str,
+    seconds: Any,
+    wrong: int,
 ) -> Sample:
     sent = row_matrix([item.idx for item in sources], settings.workload.num_experts, settings.layout)
     moved = traffic(sent, comm.rank, row_bytes)

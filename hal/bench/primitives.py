@@ -46,7 +46,9 @@ def _put(comm: Any, window: Any, plan: Plan, at: int, nbytes: int) -> Sample:
     seconds = measure(comm, plan, nbytes, step)
     wrong = int(np.count_nonzero(window.array[:nbytes] != _pattern(source, nbytes)))
     alone = comm.world_size == 1
-    return Sample(nbytes, nbytes, "uint8", Traffic(nbytes, 0 if alone else nbytes, nbytes if alone else 0), seconds, wrong)
+    return Sample(
+        nbytes, nbytes, "uint8", Traffic(nbytes, 0 if alone else nbytes, nbytes if alone else 0), seconds, wrong
+    )
 
 
 def _signal(comm: Any, plan: Plan) -> Sample:

@@ -18,7 +18,9 @@ def wrong_dispatch(out: Any, sources: Sequence[Inputs], rank: int, num_experts: 
     idx, weights = np.asarray(out.topk_idx), np.asarray(out.topk_weights)
     real = idx >= 0 if layout == "expert" else (idx >= 0).any(axis=1)
     parts = [_expected(item, rank * local, local, expert) for expert in _groups(layout, local) for item in sources]
-    x, scales, ids, shares = (np.concatenate(column) if column[0] is not None else None for column in zip(*parts, strict=True))
+    x, scales, ids, shares = (
+        np.concatenate(column) if column[0] is not None else None for column in zip(*parts, strict=True)
+    )
     if layout == "expert":
         ids = np.concatenate([np.full(len(part[0]), at // len(sources)) for at, part in enumerate(parts)])
     wrong = _unequal(np.asarray(out.x)[real], x) + _unequal(idx[real], ids) + _unequal(weights[real], shares)

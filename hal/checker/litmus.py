@@ -38,6 +38,7 @@ class Verdict:
     states: int = 0
     transitions: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     exhaustive: bool = True
     warnings: tuple[str, ...] = field(default=())
 
@@ -101,6 +102,7 @@ def run(
         found["states"],
         found["transitions"],
         found["seconds"],
+        found["cpu_seconds"],
         found["exhaustive"],
         warnings,
     )

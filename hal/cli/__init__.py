@@ -24,6 +24,8 @@ COMMANDS = {
     "demo": "run a mixture-of-experts layer stack over a text, and check it",
     "run": "start N ranks of a program on this machine",
     "bench": "measure dispatch, combine, put or signal, and check the results",
+    "litmus": "run litmus programs of the ordering contract, in the model or on a transport",
+    "check": "check the shipped kernels against the ordering contract",
     "size": "explain the symmetric memory that a workload needs",
     "doctor": "say which backends and transports work here, and how to mend the others",
     "backends": "list backends and transports",

@@ -26,7 +26,9 @@ def run(args: argparse.Namespace) -> int:
     known = {item.name for item in entries}
     for name in args.require:
         if name not in known:
-            raise ContractError(f"--require {name}: no such backend or transport; there are: {', '.join(sorted(known))}")
+            raise ContractError(
+                f"--require {name}: no such backend or transport; there are: {', '.join(sorted(known))}"
+            )
     missing = [item for item in entries if item.name in args.require and not item.usable]
     if args.json:
         report = {

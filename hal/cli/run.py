@@ -25,7 +25,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.program:
         raise ContractError("say what to run: hal run -n 4 script.py")
     if args.ranks < 1 or args.nodes < 1 or args.ranks % args.nodes:
-        raise ContractError(f"{args.ranks} ranks cannot be laid out as {args.nodes} equal nodes; --nodes must divide -n")
+        raise ContractError(
+            f"{args.ranks} ranks cannot be laid out as {args.nodes} equal nodes; --nodes must divide -n"
+        )
     program = Path(args.program[0])
     if program.suffix == ".py":
         if not program.is_file():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explain the symmetric memory that a workload needs on each rank: every part, its bytes and its formula.
 
-  hal size workload=v3_decode ranks=8
-  hal size workload=v3_prefill ranks=16 topology.nodes=2 schedule=hierarchical layout=expert
+hal size workload=v3_decode ranks=8
+hal size workload=v3_prefill ranks=16 topology.nodes=2 schedule=hierarchical layout=expert
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     settings = load_config(args.overrides)
     nodes = settings.topology.nodes
     if settings.ranks % nodes:
-        raise ContractError(f"{settings.ranks} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of ranks")
+        raise ContractError(
+            f"{settings.ranks} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of ranks"
+        )
     parts = buffer_parts(settings.expert_parallel, settings.ranks, nodes)
     total = sum(part.nbytes for part in parts)
     if args.json:
@@ -38,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     print(_headline(settings))
     rows = [(part.name, part.nbytes, report.size(part.nbytes), part.formula) for part in parts if part.nbytes]
     print(_aligned([*rows, ("total", total, report.size(total), "on each rank, allocated once")]))
-    print("Parts start at multiples of the signal stride or block; rows are counted for the worst routing, so none is refused.")
+    print(
+        "Parts start at multiples of the signal stride or block; rows are counted for the worst routing, so none is refused."
+    )
     return 0
 
 

@@ -40,11 +40,15 @@ def read_routing(path: Path, num_experts: int) -> tuple[NDArray[np.int64], NDArr
     except (OSError, ValueError) as error:
         raise ContractError(f"cannot read {path} as .npz: {error}") from error
     if "topk_idx" not in arrays:
-        raise ContractError(f"{path} has {sorted(arrays)}; it must have topk_idx [N, k], and may have topk_weights [N, k]")
+        raise ContractError(
+            f"{path} has {sorted(arrays)}; it must have topk_idx [N, k], and may have topk_weights [N, k]"
+        )
     idx = arrays["topk_idx"]
     weights = arrays.get("topk_weights", np.ones(idx.shape, np.float32))
     if idx.ndim != 2 or idx.dtype.kind not in "iu" or 0 in idx.shape:
-        raise ContractError(f"{path}: topk_idx is {idx.dtype} {list(idx.shape)}; it must be integers [N, k], N and k above 0")
+        raise ContractError(
+            f"{path}: topk_idx is {idx.dtype} {list(idx.shape)}; it must be integers [N, k], N and k above 0"
+        )
     if weights.shape != idx.shape or weights.dtype.kind != "f":
         raise ContractError(
             f"{path}: topk_weights is {weights.dtype} {list(weights.shape)}; it must be floats {list(idx.shape)}"

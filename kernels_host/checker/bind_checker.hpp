@@ -11,6 +11,7 @@ Profile profile_from(const pybind11::dict& d);
 LitmusSource source_from(const pybind11::dict& d);
 
 void bind_litmus(pybind11::module_& m);
+void bind_search(pybind11::module_& m);
 
 // Adds the submodule `checker`.
 void bind_checker(pybind11::module_& m);

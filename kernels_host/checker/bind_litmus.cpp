@@ -31,7 +31,8 @@ Profile profile_from(const py::dict& d) {
 
 namespace {
 
-template <typename T> T get(const py::dict& d, const char* key, T otherwise) {
+template <typename T>
+T get(const py::dict& d, const char* key, T otherwise) {
     return d.contains(key) ? d[key].cast<T>() : otherwise;
 }
 
@@ -77,7 +78,8 @@ LitmusSource source_from(const py::dict& d) {
 void bind_litmus(py::module_& m) {
     m.def(
         "litmus_search",
-        [](const py::dict& program, const py::dict& profile, std::uint64_t max_states, double max_seconds, bool sleep_sets) {
+        [](const py::dict& program, const py::dict& profile, std::uint64_t max_states, double max_seconds,
+           bool sleep_sets) {
             const Compiled compiled = compile(source_from(program), profile_from(profile));
             LitmusVerdict v;
             {
@@ -95,6 +97,7 @@ void bind_litmus(py::module_& m) {
             out["states"] = v.states;
             out["transitions"] = v.transitions;
             out["seconds"] = v.seconds;
+            out["cpu_seconds"] = v.cpu_seconds;
             return out;
         },
         py::arg("program"), py::arg("profile"), py::arg("max_states"), py::arg("max_seconds"), py::arg("sleep_sets"));

@@ -31,7 +31,8 @@ class LitmusMachine {
   public:
     explicit LitmusMachine(const Compiled& program) : p_(program) {
         // Memory is last, so short programs hash only what they use.
-        const std::size_t used = offsetof(LitmusState, memory) + static_cast<std::size_t>(p_.source.ranks * p_.source.words);
+        const std::size_t used =
+            offsetof(LitmusState, memory) + static_cast<std::size_t>(p_.source.ranks * p_.source.words);
         hashed_words_ = (used + 7) / 8;
     }
 
@@ -97,15 +98,23 @@ class LitmusMachine {
         const int own = p_.word(in.rank, in.dst);
         switch (in.what) {
             case Do::put:
-            case Do::signal: issue(s, step); break;
-            case Do::write:
-                s.memory[own] = in.value_register >= 0 ? s.registers[in.value_register] : static_cast<std::uint8_t>(in.value);
+            case Do::signal:
+                issue(s, step);
                 break;
-            case Do::read: s.registers[in.reg] = s.memory[own]; break;
-            case Do::arrive: ++s.barriers; break;
+            case Do::write:
+                s.memory[own] =
+                    in.value_register >= 0 ? s.registers[in.value_register] : static_cast<std::uint8_t>(in.value);
+                break;
+            case Do::read:
+                s.registers[in.reg] = s.memory[own];
+                break;
+            case Do::arrive:
+                ++s.barriers;
+                break;
             case Do::wait:
             case Do::quiet:
-            case Do::pass: break;
+            case Do::pass:
+                break;
         }
     }
 

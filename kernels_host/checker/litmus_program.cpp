@@ -54,13 +54,24 @@ class Compiler {
         const int own = out_.word(in.rank, in.dst);
         switch (in.what) {
             case Do::put:
-            case Do::signal: issue(index, step); break;
+            case Do::signal:
+                issue(index, step);
+                break;
             case Do::wait:
-            case Do::read: step.touch.reads = bit(own); break;
-            case Do::write: step.touch.writes = bit(own); break;
-            case Do::arrive: step.barrier = ++arrivals_[in.thread]; break;
-            case Do::pass: step.barrier = arrivals_[in.thread]; break;
-            case Do::quiet: break;
+            case Do::read:
+                step.touch.reads = bit(own);
+                break;
+            case Do::write:
+                step.touch.writes = bit(own);
+                break;
+            case Do::arrive:
+                step.barrier = ++arrivals_[in.thread];
+                break;
+            case Do::pass:
+                step.barrier = arrivals_[in.thread];
+                break;
+            case Do::quiet:
+                break;
         }
         out_.threads[in.thread].push_back(step);
     }
@@ -69,11 +80,13 @@ class Compiler {
         const Instruction& in = step.in;
         Issued op{in.thread, in.rank, in.peer, in.queue};
         const bool is_put = in.what == Do::put;
-        const bool built = is_put ? (in.order == Order::strong && profile().build_strong_put) ||
-                                        (in.slot >= 0 && in.signal_order == Order::strong && profile().build_strong_signal)
-                                  : in.order == Order::strong && profile().build_strong_signal;
+        const bool built = is_put
+                               ? (in.order == Order::strong && profile().build_strong_put) ||
+                                     (in.slot >= 0 && in.signal_order == Order::strong && profile().build_strong_signal)
+                               : in.order == Order::strong && profile().build_strong_signal;
         op.put_order = profile().put_order(in.order);
-        op.signal_order = is_put ? profile().signal_order(in.signal_order, true) : profile().signal_order(in.order, false);
+        op.signal_order =
+            is_put ? profile().signal_order(in.signal_order, true) : profile().signal_order(in.order, false);
         if (built) {
             built_.push_back({in.thread, static_cast<int>(out_.threads[in.thread].size())});
             // The quiet before it has done what the strong order would do.

@@ -71,10 +71,10 @@ struct LitmusSource {
 
 struct Step {
     Instruction in;
-    std::uint64_t units = 0;      // issued by it
+    std::uint64_t units = 0;       // issued by it
     std::uint64_t blocked_by = 0;  // quiet, built strong words: of these, the issued ones must be done
-    int latch = -1;               // first latch filled when it issues
-    int barrier = 0;              // arrive, pass: which barrier, counted from 1
+    int latch = -1;                // first latch filled when it issues
+    int barrier = 0;               // arrive, pass: which barrier, counted from 1
     Touch touch;
 };
 
@@ -85,8 +85,8 @@ struct Compiled {
     std::vector<Unit> units;
     std::vector<Touch> unit_touch;
     int latches = 0;
-    std::string contract_error;          // the profile refuses the program (two submitters)
-    std::vector<std::string> warnings;   // legal but undefined by the contract (overlapping relaxed puts)
+    std::string contract_error;         // the profile refuses the program (two submitters)
+    std::vector<std::string> warnings;  // legal but undefined by the contract (overlapping relaxed puts)
     int word(int rank, int offset) const { return rank * source.words + offset; }
 };
 

@@ -2,6 +2,7 @@
 #include "checker/litmus_search.hpp"
 
 #include <chrono>
+#include <ctime>
 #include <set>
 
 namespace hal::checker {
@@ -11,23 +12,48 @@ bool LitmusMachine::bad(const LitmusState& s, bool deadlock) const {
     int top = 0;
     for (const ConditionOp& op : p_.source.bad) {
         switch (op.kind) {
-            case ConditionOp::number: stack[top++] = op.value; continue;
-            case ConditionOp::reg: stack[top++] = s.registers[op.value]; continue;
-            case ConditionOp::memory: stack[top++] = s.memory[op.value]; continue;
-            case ConditionOp::deadlock: stack[top++] = deadlock; continue;
-            default: break;
+            case ConditionOp::number:
+                stack[top++] = op.value;
+                continue;
+            case ConditionOp::reg:
+                stack[top++] = s.registers[op.value];
+                continue;
+            case ConditionOp::memory:
+                stack[top++] = s.memory[op.value];
+                continue;
+            case ConditionOp::deadlock:
+                stack[top++] = deadlock;
+                continue;
+            default:
+                break;
         }
         const int right = stack[--top], left = stack[--top];
         bool value = false;
         switch (op.kind) {
-            case ConditionOp::eq: value = left == right; break;
-            case ConditionOp::ne: value = left != right; break;
-            case ConditionOp::lt: value = left < right; break;
-            case ConditionOp::le: value = left <= right; break;
-            case ConditionOp::gt: value = left > right; break;
-            case ConditionOp::ge: value = left >= right; break;
-            case ConditionOp::both: value = left && right; break;
-            default: value = left || right; break;
+            case ConditionOp::eq:
+                value = left == right;
+                break;
+            case ConditionOp::ne:
+                value = left != right;
+                break;
+            case ConditionOp::lt:
+                value = left < right;
+                break;
+            case ConditionOp::le:
+                value = left <= right;
+                break;
+            case ConditionOp::gt:
+                value = left > right;
+                break;
+            case ConditionOp::ge:
+                value = left >= right;
+                break;
+            case ConditionOp::both:
+                value = left && right;
+                break;
+            default:
+                value = left || right;
+                break;
         }
         stack[top++] = value;
     }
@@ -85,6 +111,7 @@ class Search {
         const auto elapsed = [&] {
             return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         };
+        const double cpu = cpu_now();
         enter(LitmusState{}, 0, -1);
         while (!stack_.empty()) {
             Frame& top = stack_.back();
@@ -103,6 +130,7 @@ class Search {
             enter(next, asleep, t);
         }
         verdict_.seconds = elapsed();
+        verdict_.cpu_seconds = cpu_now() - cpu;
         verdict_.outcomes.assign(outcomes_.begin(), outcomes_.end());
         return std::move(verdict_);
     }
@@ -113,6 +141,12 @@ class Search {
         std::uint64_t todo, sleep;
         int by;
     };
+
+    static double cpu_now() {
+        timespec t{};
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+        return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+    }
 
     // Transitions that need not be tried after t, because another order of the same independent steps was tried.
     std::uint64_t still_asleep(const Frame& f, int t) const {

@@ -18,13 +18,13 @@ struct LitmusLimits {
 using Outcome = std::vector<std::uint8_t>;
 
 struct LitmusVerdict {
-    bool bad = false;         // a final state satisfies the program's condition
-    bool deadlock = false;    // some schedule never ends
-    bool exhaustive = true;   // every state was visited
+    bool bad = false;           // a final state satisfies the program's condition
+    bool deadlock = false;      // some schedule never ends
+    bool exhaustive = true;     // every state was visited
     std::vector<int> schedule;  // transitions to the first bad state
     std::vector<Outcome> outcomes;
     std::uint64_t states = 0, transitions = 0;
-    double seconds = 0;
+    double seconds = 0, cpu_seconds = 0;
 };
 
 LitmusVerdict search(const Compiled& program, const LitmusLimits& limits);

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checker/fiber.hpp"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <new>
+#include <utility>
+#include <vector>
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace hal::checker {
+namespace {
+
+// Stacks are reused: a search makes millions of short runs.
+class StackPool {
+  public:
+    ~StackPool() {
+        for (void* s : free_) munmap(s, Fiber::stack_bytes);
+    }
+    void* take() {
+        if (!free_.empty()) {
+            void* s = free_.back();
+            free_.pop_back();
+            return s;
+        }
+        void* s = mmap(nullptr, Fiber::stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (s == MAP_FAILED) throw std::bad_alloc();
+        mprotect(s, 4096, PROT_NONE);  // an overflow faults instead of writing elsewhere
+        return s;
+    }
+    void give(void* s) { free_.push_back(s); }
+
+  private:
+    std::vector<void*> free_;
+};
+
+thread_local StackPool stacks;
+
+}  // namespace
+
+#if defined(__x86_64__)
+
+// Saves the callee-saved registers on the running stack and continues on the other; no system call, unlike swapcontext.
+extern "C" void hal_checker_switch(void** save, void* load);
+asm(R"(
+.text
+.globl hal_checker_switch
+.hidden hal_checker_switch
+.type hal_checker_switch,@function
+hal_checker_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size hal_checker_switch,.-hal_checker_switch
+.globl hal_checker_start
+.hidden hal_checker_start
+.type hal_checker_start,@function
+hal_checker_start:
+    movq %r12, %rdi
+    callq *%r13
+    ud2
+.size hal_checker_start,.-hal_checker_start
+)");
+extern "C" void hal_checker_start();
+
+struct Fiber::Context {
+    void* stack = stacks.take();
+    void* self = nullptr;
+    void* other = nullptr;
+    ~Context() { stacks.give(stack); }
+};
+
+Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std::make_unique<Context>()) {
+    auto* top = reinterpret_cast<std::uintptr_t*>(static_cast<std::byte*>(context_->stack) + stack_bytes);
+    void (*entry)(Fiber*) noexcept = &Fiber::enter;
+    *--top = 0;  // keeps the stack 16-byte aligned at the call in hal_checker_start
+    *--top = 0;
+    *--top = reinterpret_cast<std::uintptr_t>(&hal_checker_start);
+    *--top = 0;                                        // rbp
+    *--top = 0;                                        // rbx
+    *--top = reinterpret_cast<std::uintptr_t>(this);   // r12
+    *--top = reinterpret_cast<std::uintptr_t>(entry);  // r13
+    *--top = 0;                                        // r14
+    *--top = 0;                                        // r15
+    context_->self = top;
+}
+
+void Fiber::resume() { hal_checker_switch(&context_->other, context_->self); }
+void Fiber::yield() { hal_checker_switch(&context_->self, context_->other); }
+
+#else
+
+struct Fiber::Context {
+    void* stack = stacks.take();
+    ucontext_t self{}, other{};
+    ~Context() { stacks.give(stack); }
+};
+
+Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std::make_unique<Context>()) {
+    getcontext(&context_->self);
+    context_->self.uc_stack.ss_sp = context_->stack;
+    context_->self.uc_stack.ss_size = stack_bytes;
+    const auto p = reinterpret_cast<std::uintptr_t>(this);
+    void (*start)(unsigned, unsigned) = [](unsigned high, unsigned low) {
+        Fiber::enter(reinterpret_cast<Fiber*>((std::uintptr_t(high) << 32) | low));
+    };
+    makecontext(&context_->self, reinterpret_cast<void (*)()>(start), 2, unsigned(p >> 32), unsigned(p));
+}
+
+void Fiber::resume() { swapcontext(&context_->other, &context_->self); }
+void Fiber::yield() { swapcontext(&context_->self, &context_->other); }
+
+#endif
+
+Fiber::~Fiber() = default;
+
+void Fiber::enter(Fiber* self) noexcept {
+    self->body_();
+    self->finished_ = true;
+    self->yield();
+}
+
+}  // namespace hal::checker

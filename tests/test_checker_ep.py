@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped kernels under the checker: right under every profile, and a broken one is caught, shrunk and drawn."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from hal.checker import ep, faults, mutation
+from hal.checker.engine import native
+from hal.checker.pictures import draw
+from hal.errors import ContractError
+from hal.ordering import PROFILES
+
+pytest.importorskip("hal_host._engine", reason="the C++ engine is not built")
+
+PROTOCOLS = list(ep.protocols())
+WEAKEST = ("udma", "srd")
+
+
+@pytest.mark.parametrize(("schedule", "completion"), PROTOCOLS)
+def test_every_protocol_is_right_in_every_schedule(schedule: str, completion: str) -> None:
+    for layout in ep.LAYOUTS:
+        for scenario in ep.small(schedule, completion, layout):
+            for profile in WEAKEST:
+                v = ep.check(scenario, profile, max_seconds=20)
+                assert v.right, f"{v.line()}: {v.failure} {v.schedule}"
+                assert v.exhaustive, v.line()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_three_ranks_two_tokens_are_exhausted_within_a_minute(profile: str) -> None:
+    start = time.monotonic()
+    for schedule, completion in PROTOCOLS:
+        v = ep.check(next(iter(ep.small(schedule, completion))), profile)
+        assert (v.right, v.exhaustive) == (True, True), v.line()
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("completion", ep.COMPLETIONS)
+def test_delayed_and_random_schedules_agree(completion: str) -> None:
+    scenario = next(iter(ep.small("direct", completion)))
+    delays = ep.check(scenario, "udma", search="delays", delays=1)
+    assert (delays.right, delays.exhaustive) == (True, True)
+    chance = ep.check(scenario, "udma", search="random", max_runs=50, max_seconds=20)
+    assert (chance.right, chance.exhaustive) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("completion", "mutant", "kinds"),
+    [
+        ("strong_signal", ("signal", 2, "weaken"), {"wrong data", "race"}),
+        ("strong_last", ("quiet", 1, "remove"), {"wrong data", "race"}),
+        ("flag_in_block", ("signal", 2, "weaken"), {"wrong data", "race"}),
+        ("strong_signal", ("signal", 2, "remove"), {"hang"}),
+        ("strong_signal_no_cqe", ("wait", 1, "remove"), {"wrong data", "race", "source changed", "contract"}),
+    ],
+)
+def test_a_broken_kernel_is_caught(completion: str, mutant: tuple[str, int, str], kinds: set[str]) -> None:
+    primitive, order, change = mutant
+    scenario = replace(next(iter(ep.small("direct", completion))), tokens=(6, 5, 5))
+    subject = ep.subject(scenario, PROFILES["udma"])
+    calls = native().run(subject, "eager")["calls"]
+    caught = set()
+    for call in calls:
+        if call["thread"] == 0 and call["primitive"] == primitive and call["order"] == order:
+            subject.set_mutation(mutation.KINDS.index(change), 0, call["number"])
+            caught.add(mutation.killed_by(subject))
+    assert caught & kinds, caught
+
+
+def test_who_weakens_the_last_strong_signal_sees_the_shrunk_schedule_and_the_diagram() -> None:
+    scenario = next(iter(ep.small("direct", "strong_signal")))
+    subject = ep.subject(scenario, PROFILES["udma"])
+    calls = native().run(subject, "eager")["calls"]
+    rows = [c for c in calls if c["thread"] == 0 and c["primitive"] == "signal" and c["queue"] == 0]
+    shown = 0
+    for call in rows:
+        subject.set_mutation(mutation.KINDS.index("weaken"), 0, call["number"])
+        v = ep.check(scenario, "udma", on=subject, max_seconds=5)
+        if v.kind != "wrong data":
+            continue
+        shown += 1
+        assert v.schedule.startswith("hold ")
+        assert len(v.schedule.split()) <= 3, "one or two deliveries explain it"
+        picture = draw(subject, v.schedule, scenario.ranks)
+        assert "=> wrong data" in picture.text
+        assert "<svg" in picture.svg
+    assert shown
+
+
+def test_races_name_both_operations_ranks_queues_and_bytes() -> None:
+    scenario = next(iter(ep.small("direct", "strong_signal")))
+    subject = ep.subject(scenario, PROFILES["udma"])
+    calls = native().run(subject, "eager")["calls"]
+    texts = []
+    for call in calls:
+        if call["thread"] == 0 and call["primitive"] == "signal":
+            subject.set_mutation(mutation.KINDS.index("weaken"), 0, call["number"])
+            texts += [r["text"] for r in native().find_races(subject)["races"]]
+    assert any("put 0." in t and "rank 0 to 1" in t and "queue 0" in t and "race on bytes" in t for t in texts), texts
+
+
+@pytest.mark.parametrize("completion", ep.COMPLETIONS)
+def test_faults_end_with_the_right_result_or_a_timeout(completion: str) -> None:
+    scenario = replace(next(iter(ep.small("direct", completion))), rounds=1)
+    verdicts = list(faults.check(scenario, "udma"))
+    wrong = [v.line() for v in verdicts if not v.right]
+    assert not wrong, wrong[:5]
+    outcomes = {v.outcome.split(" on ")[0] for v in verdicts}
+    assert outcomes == {"right result", "PeerTimeout"}
+
+
+def test_sixteen_ranks_by_the_happens_before_pass_and_by_random_schedules() -> None:
+    scenario = ep.large("direct", "strong_last", 16, 16)
+    assert ep.check(scenario, "udma", search="races").right
+    assert ep.check(replace(scenario, tokens=(2,) * 16), "udma", search="random", max_runs=3, max_seconds=20).right
+
+
+def test_pieces_of_a_put_are_delivered_one_by_one() -> None:
+    scenario = replace(next(iter(ep.small("direct", "strong_signal"))), piece_bytes=8)
+    whole = native().run(ep.subject(replace(scenario, piece_bytes=0), PROFILES["udma"]), "eager")["steps"]
+    assert native().run(ep.subject(scenario, PROFILES["udma"]), "eager")["steps"] > whole
+
+
+def test_a_search_that_hits_its_limit_says_so() -> None:
+    scenario = replace(next(iter(ep.small("direct", "strong_signal"))), rounds=3, reuse_handle=True, combines=3)
+    v = ep.check(scenario, "udma", max_runs=2)
+    assert not v.exhaustive
+    assert "not exhaustive" in v.line()
+
+
+def test_bad_input_lists_what_there_is() -> None:
+    with pytest.raises(ContractError, match=r"unknown schedule 'ring'; known: direct, hierarchical, latency"):
+        list(ep.protocols(["ring"]))
+    with pytest.raises(ContractError, match=r"unknown search 'deep'"):
+        ep.check(ep.Scenario(), "udma", search="deep")
+    with pytest.raises(ContractError, match=r"tokens are given for 2 ranks and there are 3"):
+        ep.check(ep.Scenario(tokens=(1, 1)), "udma")
