@@ -48,6 +48,8 @@ class TransportSpec:
     probe: Callable[[], Probe]
     load: Callable[[], Callable[[HalConfig, Bootstrap], Any]]
     description: str = ""
+    brings_device: bool = False
+    """It emulates the backend's device, so it is usable where the backend's own probe says no."""
 
 
 class Backend(Protocol):

@@ -44,7 +44,7 @@ def connect(
     the fix, PeerTimeout that lists the ranks that did not come.
     """
     config = _config(cfg, settings)
-    backend_spec = get_backend(config.backend)
+    backend_spec = get_backend(config.backend, config.transport)
     place = run or current_run()
     if place.nodes is not None and config.topology == TopologyConfig():
         config = replace(config, topology=TopologyConfig(place.nodes))

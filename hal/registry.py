@@ -38,10 +38,12 @@ def transports(backend: str | None = None) -> dict[str, TransportSpec]:
     return {name: spec for name, spec in specs.items() if backend is None or backend in spec.backends}
 
 
-def get_backend(name: str) -> BackendSpec:
-    """A usable backend. ContractError for an unknown name, BackendUnavailable (reason and fix) for an unusable one."""
+def get_backend(name: str, transport: str | None = None) -> BackendSpec:
+    """A usable backend, or one whose device ``transport`` emulates. ContractError for an unknown name,
+    BackendUnavailable (reason and fix) for an unusable one."""
     spec = _import(_find(BACKENDS, "backend", name), BackendSpec)
-    _require_usable(name, spec.probe())
+    if transport is None or not get_transport(transport, name).brings_device:
+        _require_usable(name, spec.probe())
     return spec
 
 

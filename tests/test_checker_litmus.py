@@ -129,3 +129,16 @@ def test_one_run_decides_what_all_runs_show(program: Program, profile: str) -> N
     different = len(found["outcomes"]) > 1
     assert bool(races["races"]) == different, (program.text(), profile, [r["text"] for r in races["races"]])
     assert sorted(map(tuple, found["outcomes"])) == list(run(program, profile).outcomes)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_every_signal_proves_is_known_though_none_is_necessary(quiet: bool) -> None:
+    """Either of two signals can satisfy the wait; both were sent after the put was complete."""
+    b = ProgramBuilder("either", data=1, sig=1)
+    b.rank(0).put(b.at("data"), 1, 1)
+    if quiet:
+        b.rank(0).quiet()
+    b.rank(0).signal(b.at("sig"), 1, order=Order.RELAXED).signal(b.at("sig"), 1, order=Order.RELAXED)
+    b.rank(1).wait(b.at("sig"), 1).read("r0", b.at("data"))
+    races = native().find_races(subject(b.build("1:r0 == 0"), "udma"))["races"]
+    assert bool(races) != quiet

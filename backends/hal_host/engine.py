@@ -188,10 +188,24 @@ class HostEngine:
         source, weights = x, topk_weights
         if self._copies_sources:
             source, weights = _copy(x), _copy(topk_weights) if topk_weights else None
-        round_ = self._kernels.combine_send(
-            source.ptr, state, weights.ptr if weights else 0, weights is not None, weighted
-        )
-        return _Combine(round_, (source, weights), weights is not None)
+        return self._combine_send(source, state, weights, weighted, kept=False)
+
+    def combine(
+        self,
+        x: Buffer,
+        state: Any,
+        topk_weights: Buffer | None,
+        weighted: bool,
+        bias: Sequence[Buffer],
+        stream: int | None,
+    ) -> tuple[Buffer, Buffer | None]:
+        """Both halves. ``x`` does not change in between, so this rank's own rows are summed where they lie."""
+        return self.combine_recv(self._combine_send(x, state, topk_weights, weighted, kept=True), bias, stream)
+
+    def _combine_send(self, x: Buffer, state: Any, weights: Buffer | None, weighted: bool, kept: bool) -> _Combine:
+        address = weights.ptr if weights is not None else 0
+        round_ = self._kernels.combine_send(x.ptr, state, address, weights is not None, weighted, kept)
+        return _Combine(round_, (x, weights), weights is not None)
 
     def combine_recv(
         self, pending: _Combine, bias: Sequence[Buffer], stream: int | None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure dispatch, combine, put or signal over local ranks, and check the results.
+"""Measure dispatch, combine, put or signal over local ranks, and check the results; compare completion protocols.
 
   hal bench dispatch workload=v3_decode
   hal bench combine --sizes 1,16,128 layout=expert
   hal bench dispatch -m workload=small,skewed topology.nodes=1,2 --json results.json
   hal bench put --sizes 8,4096,1048576 ranks=2
+  hal bench completion backend=ascend transport=udma_emulated
 
 The table follows nccl-tests. An iteration starts at a barrier and takes as long as its slowest rank; minimum, median and
 99th percentile are over iterations. Exit status 1 when an element is wrong.
@@ -51,10 +52,12 @@ algbw       size / median time; busbw  the same without what a rank puts to itse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("operation", choices=list(_FUNCTIONS))
+    parser.add_argument("operation", choices=[*_FUNCTIONS, "completion"])
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: every combination of key=a,b overrides")
     parser.add_argument(
-        "--sizes", metavar="N,N…", help="tokens on each rank (dispatch, combine) or bytes (put); default: powers of 4"
+        "--sizes",
+        metavar="N,N…",
+        help="tokens on each rank (dispatch, combine) bytes (put) or row elements (completion)",
     )
     parser.add_argument("--iterations", type=int, default=20, help="timed iterations of each size (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="iterations before them (default 5)")
@@ -73,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     for file in (args.json, args.plot):
         if file is not None and not file.parent.is_dir():
             raise ContractError(f"cannot write {file}: {file.parent} is not a folder")
+    if args.operation == "completion":
+        from hal.bench.completion import run as compare
+
+        return compare(args)
     runs = load_sweep(args.overrides) if args.multirun else [([], load_config(args.overrides))]
     results = [_measured(args, chosen, settings) for chosen, settings in runs]
     if args.json is not None:

@@ -42,6 +42,11 @@ struct Clock {
         for (const std::uint32_t op : o.single) add_single(op);
     }
 
+    bool same(const Clock& o) const {
+        const auto equal = [](const Row& a, const Row& b) { return a == b || (a && b && *a == *b); };
+        return times == o.times && single == o.single && std::equal(rows.begin(), rows.end(), o.rows.begin(), equal);
+    }
+
     void add_single(std::uint32_t op) {
         const auto at = std::lower_bound(single.begin(), single.end(), op);
         if (at == single.end() || *at != op) single.insert(at, op);

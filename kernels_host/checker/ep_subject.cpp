@@ -145,13 +145,13 @@ class RankRun {
         c.back.resize(b.rows.size());
         for (std::size_t i = 0; i < c.back.size(); ++i) c.back[i] = b.rows[i] * float(rank_ + 2) + float(again);
         c.weights = b.weights;
-        c.round = kernels_.combine_send(
-            {reinterpret_cast<const std::byte*>(c.back.data()), s_.weights_back ? c.weights.data() : nullptr, false},
-            b.round.state);
-        if (free_after_send()) {
-            std::fill(c.back.begin(), c.back.end(), -1.0F);
-            std::fill(c.weights.begin(), c.weights.end(), -1.0F);
-        }
+        const bool kept = !s_.halves;  // as the engine's whole combine
+        c.round = kernels_.combine_send({reinterpret_cast<const std::byte*>(c.back.data()),
+                                         s_.weights_back ? c.weights.data() : nullptr, s_.weights_back, false, kept},
+                                        b.round.state);
+        if (!free_after_send()) return;
+        std::fill(c.weights.begin(), c.weights.end(), -1.0F);
+        if (!kept) std::fill(c.back.begin(), c.back.end(), -1.0F);
     }
 
     void receive(Combine& c) {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checker/happens_before.hpp"
 
+#include <algorithm>
 #include <chrono>
+#include <functional>
 #include <map>
 #include <set>
-#include <unordered_map>
 
 #include "checker/clock.hpp"
 
@@ -30,9 +31,16 @@ struct Segment {
     std::vector<Actor> reads, adds;
 };
 
+// A signal that came after a wait which it could have satisfied: what it proves, and the signals that it comes after.
+struct LateSignal {
+    Clock known;
+    std::set<std::uint32_t> after;
+};
+using Late = std::map<std::uint32_t, std::map<std::uint32_t, LateSignal>>;  // by the wait's place in the log
+
 class Pass {
   public:
-    Pass(const World& world, std::map<std::uint32_t, std::set<std::uint32_t>>& late, std::size_t max_races)
+    Pass(const World& world, Late& late, std::size_t max_races)
         : w_(world), profile_(world.config().profile), ops_(world.operations()), late_(late), max_races_(max_races),
           threads_(world.config().thread_rank.size()),
           channels_(std::size_t(world.config().ranks * world.config().queues)), clock_(threads_), time_(threads_, 0),
@@ -103,7 +111,7 @@ class Pass {
         std::vector<std::uint32_t> signals;  // delivered operations that wrote or added to it
         std::vector<std::uint64_t> values;
         std::vector<std::pair<std::uint32_t, Moment>> waits;  // log index
-        std::vector<std::set<std::uint32_t>> needed;          // of each wait
+        std::vector<std::vector<std::uint32_t>> open;         // of each wait: signals that could have satisfied it
     };
 
     Moment snapshot(std::uint16_t t) const { return {clock_[t], t, time_[t]}; }
@@ -192,54 +200,130 @@ class Pass {
         for (std::size_t i = slot.waits.size(); i-- > 0;) {
             const auto& [index, moment] = slot.waits[i];
             if (knows_time(known_[e.operation].issue, moment.thread, moment.time)) break;
-            bool after = false;
-            for (const std::uint32_t s : slot.needed[i])
-                after |= s == e.operation || after_operation(e.operation, s, false);
-            if (!after && !slot.needed[i].empty() && late_[index].insert(e.operation).second) again_ = true;
+            come_late(index, slot.open[i], e.operation);
         }
+    }
+
+    // A signal that comes after all those that the wait had to choose from brings nothing new; any other does, and the
+    // pass starts over with it.
+    void come_late(std::uint32_t index, const std::vector<std::uint32_t>& open, std::uint32_t id) {
+        LateSignal found{Clock(threads_), {}};
+        for (const std::uint32_t s : open)
+            if (s == id || after_operation(id, s, false)) found.after.insert(s);
+        if (found.after.size() == open.size()) return;
+        for (const auto& [other, signal] : late_[index])
+            if (other != id && known_[other].issue.clock && after_operation(id, other, false))
+                found.after.insert(other);
+        observe(found.known, id);
+        LateSignal& known = late_[index].try_emplace(id, LateSignal{Clock(threads_), {}}).first->second;
+        if (known.after == found.after && known.known.same(found.known)) return;
+        known = std::move(found);
+        again_ = true;
     }
 
     bool adds(std::uint32_t id) const { return ops_[id].is_signal && ops_[id].op == SignalOp::add; }
 
-    // The signals without which the slot could not have reached the value.
-    std::set<std::uint32_t> necessary(std::uint32_t index, const Event& e, const Slot& slot) {
-        std::vector<std::pair<std::uint32_t, std::uint64_t>> open;  // signals not known yet
-        std::uint64_t base = 0;
-        const Moment now = snapshot(e.thread);
-        const auto consider = [&](std::uint32_t id, std::uint64_t value) {
-            if (knows_operation(now, id, false))
-                base = adds(id) ? base + value : std::max(base, value);
-            else
-                open.emplace_back(id, value);
-        };
-        for (std::size_t i = 0; i < slot.signals.size(); ++i) consider(slot.signals[i], slot.values[i]);
-        std::set<std::uint32_t> out;
-        if (base >= e.value) return out;
-        for (const auto& [s, v] : open) {
-            std::uint64_t without = base;
-            for (const auto& [other, value] : open) {
-                if (other == s || after_operation(other, s, false)) continue;
-                without = adds(other) ? without + value : std::max(without, value);
-            }
-            // Those of an earlier pass come after none of the signals that it took for necessary.
-            if (const auto it = late_.find(index); it != late_.end())
-                for (const std::uint32_t id : it->second) {
-                    const std::uint64_t value = ops_[id].is_signal ? ops_[id].value : e.value;
-                    without = adds(id) ? without + value : std::max(without, value);
-                }
-            if (without < e.value) out.insert(s);
+    // One of the signals from which a wait's value can be made up.
+    struct Choice {
+        std::uint32_t id;
+        std::uint64_t value;
+        Clock known;
+        std::set<std::uint32_t> after;
+    };
+
+    // Can the value be reached by those choices alone that say less than `x` (and by what they come after)?
+    template <class Says>
+    bool reached_without(const std::vector<Choice>& choices, std::uint64_t base, std::uint64_t wanted, const Says& says,
+                         std::uint32_t x) const {
+        std::set<std::uint32_t> in;
+        for (const Choice& c : choices)
+            if (says(c) < x) in.insert(c.id);
+        for (bool again = true; again;) {
+            again = false;
+            for (const Choice& c : choices)
+                if (in.contains(c.id) && !std::includes(in.begin(), in.end(), c.after.begin(), c.after.end()))
+                    again = in.erase(c.id) > 0;
         }
-        return out;
+        for (const Choice& c : choices)
+            if (in.contains(c.id)) base = adds(c.id) ? base + c.value : std::max(base, c.value);
+        return base >= wanted;
+    }
+
+    // What every way of reaching the value says: the largest x without which it cannot be reached.
+    template <class Says>
+    std::uint32_t learned(const std::vector<Choice>& choices, std::uint64_t base, std::uint64_t wanted,
+                          const Says& says) const {
+        std::set<std::uint32_t, std::greater<>> levels;
+        for (const Choice& c : choices) levels.insert(says(c));
+        for (const std::uint32_t x : levels)
+            if (x > 0 && !reached_without(choices, base, wanted, says, x)) return x;
+        return 0;
     }
 
     void wait(std::uint32_t index, const Event& e) {
         Slot& slot = slots_[std::size_t(e.rank)][e.begin];
-        const std::set<std::uint32_t> needed = necessary(index, e, slot);
-        Clock& clock = own(e.thread);
-        for (const std::uint32_t s : needed) observe(clock, s);
+        std::uint64_t base = 0;
+        std::vector<Choice> choices;
+        std::vector<std::uint32_t> open;
+        const Moment now = snapshot(e.thread);
+        for (std::size_t i = 0; i < slot.signals.size(); ++i) {
+            const std::uint32_t id = slot.signals[i];
+            if (knows_operation(now, id, false)) {
+                base = adds(id) ? base + slot.values[i] : std::max(base, slot.values[i]);
+            } else if (adds(id) || slot.values[i] >= e.value) {
+                choices.push_back({id, slot.values[i], Clock(threads_), {}});
+                open.push_back(id);
+            }
+        }
+        if (base >= e.value) {
+            open.clear();
+        } else {
+            complete_choices(index, e, choices);
+            learn(own(e.thread), choices, base, e.value);
+        }
         prune(slot, e.thread);
         slot.waits.emplace_back(index, snapshot(e.thread));
-        slot.needed.push_back(needed);
+        slot.open.push_back(std::move(open));
+    }
+
+    void complete_choices(std::uint32_t index, const Event& e, std::vector<Choice>& choices) {
+        for (Choice& c : choices) {
+            observe(c.known, c.id);
+            for (const Choice& other : choices)
+                if (other.id != c.id && after_operation(c.id, other.id, false)) c.after.insert(other.id);
+        }
+        const auto it = late_.find(index);
+        if (it == late_.end()) return;
+        for (const auto& [id, signal] : it->second)
+            choices.push_back({id, ops_[id].is_signal ? ops_[id].value : e.value, signal.known, signal.after});
+    }
+
+    void learn(Clock& clock, const std::vector<Choice>& choices, std::uint64_t base, std::uint64_t wanted) const {
+        if (choices.size() == 1) {
+            clock.join(choices.front().known);
+            return;
+        }
+        Clock common(threads_);
+        for (std::size_t t = 0; t < threads_; ++t) {
+            common.times[t] = learned(choices, base, wanted, [t](const Choice& c) { return c.known.times[t]; });
+            if (std::none_of(choices.begin(), choices.end(), [t](const Choice& c) { return c.known.rows[t]; }))
+                continue;
+            auto row = std::make_shared<Counts>(channels_ * 6);
+            for (std::size_t i = 0; i < row->size(); ++i)
+                (*row)[i] = learned(choices, base, wanted,
+                                    [t, i](const Choice& c) { return c.known.rows[t] ? (*c.known.rows[t])[i] : 0; });
+            common.rows[t] = std::move(row);
+        }
+        std::set<std::uint32_t> single;
+        for (const Choice& c : choices) single.insert(c.known.single.begin(), c.known.single.end());
+        for (const std::uint32_t id : single) {
+            const auto says = [&](const Choice& c) -> std::uint32_t {
+                return c.known.has_single(id) ||
+                       counts_it(c.known.rows[ops_[id].thread], ops_[id], known_[id].index, false);
+            };
+            if (learned(choices, base, wanted, says)) common.add_single(id);
+        }
+        clock.join(common);
     }
 
     // Signals that this wait's thread knows can only matter as the largest value or the sum so far.
@@ -258,7 +342,7 @@ class Pass {
         slot.values.swap(values);
     }
 
-    void observe(Clock& clock, std::uint32_t id) {
+    void observe(Clock& clock, std::uint32_t id) const {
         const Operation& op = ops_[id];
         const Known& k = known_[id];
         clock.join(*k.issue.clock);
@@ -271,7 +355,7 @@ class Pass {
     }
 
     // What a (peer, queue)'s operation proves of the earlier ones there.
-    void raise_row(Clock& clock, const Operation& op, const Known& k) {
+    void raise_row(Clock& clock, const Operation& op, const Known& k) const {
         const std::size_t here = std::size_t(op.peer * w_.config().queues + op.queue) * 6;
         Row& row = clock.rows[op.thread];
         bool more = false;
@@ -403,7 +487,7 @@ class Pass {
     const World& w_;
     const Profile& profile_;
     const std::vector<Operation>& ops_;
-    std::map<std::uint32_t, std::set<std::uint32_t>>& late_;
+    Late& late_;
     const std::size_t max_races_, threads_, channels_;
     std::vector<std::shared_ptr<Clock>> clock_;
     std::vector<std::uint32_t> time_;
@@ -427,7 +511,7 @@ RaceVerdict find_races(const World& world, std::size_t max_races) {
     const auto start = std::chrono::steady_clock::now();
     RaceVerdict v;
     v.events = world.log().size();
-    std::map<std::uint32_t, std::set<std::uint32_t>> late;
+    Late late;
     for (v.passes = 1;; ++v.passes) {
         Pass pass(world, late, max_races);
         if (!pass.run() && v.passes < 100) continue;

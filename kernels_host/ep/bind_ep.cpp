@@ -50,9 +50,9 @@ void dispatch_recv(Kernels<Fabric>& k, DispatchRound& round, Address scales, Add
 
 template <class Fabric>
 CombineRound combine_send(Kernels<Fabric>& k, Address x, const std::shared_ptr<State>& state, Address weights,
-                          bool returns_weights, bool weighted) {
+                          bool returns_weights, bool weighted, bool kept) {
     py::gil_scoped_release unlocked;
-    return k.combine_send({at<std::byte>(x), at<float>(weights), returns_weights, weighted}, state);
+    return k.combine_send({at<std::byte>(x), at<float>(weights), returns_weights, weighted, kept}, state);
 }
 
 template <class Fabric>
@@ -76,7 +76,7 @@ void bind_kernels(py::module_& m, const char* name) {
         .def("dispatch_recv", &dispatch_recv<Fabric>, "round"_a, "scales"_a, "topk_idx"_a, "topk_weights"_a,
              "tokens_per_expert"_a, "expert_offsets"_a)
         .def("combine_send", &combine_send<Fabric>, "x"_a, "state"_a, "topk_weights"_a, "returns_weights"_a,
-             "weighted"_a)
+             "weighted"_a, "kept"_a)
         .def("combine_recv", &combine_recv<Fabric>, "round"_a, "bias0"_a, "bias1"_a, "y"_a, "topk_weights"_a);
 }
 

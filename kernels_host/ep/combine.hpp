@@ -24,6 +24,7 @@ struct CombineInput {
     const float* topk_weights = nullptr;  // as dispatch gave them; read with returns_weights only
     bool returns_weights = false;         // carry them back
     bool weighted = false;                // layout expert
+    bool kept = false;                    // x stays unchanged until the round is received
 };
 
 struct CombineOutput {
@@ -44,7 +45,9 @@ class Combine {
             throw ContractViolation("combine " + std::to_string(finished_.all_until + 1) +
                                     " was sent and not received, and " + std::to_string(depth) +
                                     " may be in flight; receive it first, or raise num_buffers");
-        CombineRound round{++epoch_, std::move(state), in.weighted, in.returns_weights, false};
+        // Weights travel with their rows, so with weights a rank's own rows go through the staging too.
+        const std::byte* kept_x = in.kept && !in.returns_weights ? in.x : nullptr;
+        CombineRound round{++epoch_, std::move(state), in.weighted, in.returns_weights, kept_x, false};
         for (int i = 1; i < near_ranks(); ++i) {
             const int p = near(i);
             // The staging's last user was round n - depth; its home must have summed it.
@@ -54,7 +57,7 @@ class Combine {
             send_home(round, in, p);
         }
         if (is_hierarchical(s_)) send_gather(round, in, me_);
-        send_home(round, in, me_);
+        if (!round.kept_x) send_home(round, in, me_);
         if (s_.completion != Completion::strong_signal_no_cqe) quiet_sources();
         return round;
     }
@@ -171,8 +174,9 @@ class Combine {
             std::byte* y = partial_[stage(round)].data() + (first + std::size_t(t)) * row_bytes();
             terms_.clear();
             const float* weights = round.weighted ? round.state->forward_weights[index].data() : nullptr;
-            add_terms(fwd.routing, t, 0, destinations(s_), weights, gather_area(round),
-                      [&](const Stop& stop) { return fwd.gather[std::size_t(stop.destination)] + stop.nth; });
+            add_terms(fwd.routing, t, 0, destinations(s_), weights, [&](const Stop& stop) {
+                return staged_row(gather_area(round), fwd.gather[std::size_t(stop.destination)] + stop.nth);
+            });
             sum(round.weighted, 0, 0, nullptr, 0, y);
             Record record{y, row_bytes(), nullptr, 0};
             if (round.returns_weights) {
@@ -208,6 +212,11 @@ class Combine {
         const float* weights = round.weighted ? round.state->weights.data() : nullptr;
         std::vector<std::size_t> crossed(route.crossing.size(), 0);  // how many tokens of each node's list are behind
         const auto near_row = [&](const Stop& stop) { return route.home.row_of(stop, first_near()); };
+        const auto near_x = [&](const Stop& stop) -> const void* {
+            if (!round.kept_x || owner_of(s_, stop.destination) != me_) return staged_row(area, near_row(stop));
+            const std::int64_t row = received(route, me_, stop.destination % groups(s_)).place + stop.nth;
+            return round.kept_x + std::size_t(row) * row_bytes();
+        };
         for (std::int32_t t = 0; t < route.home.tokens; ++t) {
             terms_.clear();
             int inner_begin = 0, inner_end = 0;
@@ -215,7 +224,7 @@ class Combine {
             for (int node = 0; node < s_.nodes; ++node) {
                 if (!is_hierarchical(s_) || node == node_) {
                     inner_begin = int(terms_.rows.size());
-                    add_terms(route.home, t, first_near(), end_near(), weights, area, near_row);
+                    add_terms(route.home, t, first_near(), end_near(), weights, near_x);
                     inner_end = int(terms_.rows.size());
                     if (out.topk_weights)
                         copy_weights(route.home, t, first_near(), end_near(), area,
@@ -240,7 +249,7 @@ class Combine {
     // Another node's partial sum, already weighted and rounded.
     void add_partial(const Route& route, std::int32_t t, int node, std::uint64_t row, const RowArea& area,
                      const CombineOutput& out) {
-        terms_.rows.push_back(f_.read(area.x(row), area.x_bytes));
+        terms_.rows.push_back(staged_row(area, std::int64_t(row)));
         terms_.weights.push_back(1.0F);
         if (!out.topk_weights) return;
         const std::size_t k = std::size_t(s_.top_k), at = std::size_t(t) * k;
@@ -251,14 +260,17 @@ class Combine {
         }
     }
 
-    // Terms of token t from destinations [first, end); row(stop) is the row in `area`. `weights` [tokens, k] or null.
-    template <class Row>
-    void add_terms(const Routing& routing, std::int32_t t, int first, int end, const float* weights,
-                   const RowArea& area, const Row& row) {
+    const void* staged_row(const RowArea& area, std::int64_t row) {
+        return f_.read(area.x(std::uint64_t(row)), area.x_bytes);
+    }
+
+    // Terms of token t from destinations [first, end); x(stop) is the row itself. `weights` [tokens, k] or null.
+    template <class RowOf>
+    void add_terms(const Routing& routing, std::int32_t t, int first, int end, const float* weights, const RowOf& x) {
         for (std::int32_t i = routing.first_stop[std::size_t(t)]; i < routing.first_stop[std::size_t(t) + 1]; ++i) {
             const Stop& stop = routing.stops[std::size_t(i)];
             if (stop.destination < first || stop.destination >= end) continue;
-            terms_.rows.push_back(f_.read(area.x(std::uint64_t(row(stop))), area.x_bytes));
+            terms_.rows.push_back(x(stop));
             terms_.weights.push_back(weights ? weights[std::int64_t(t) * s_.top_k + stop.position] : 1.0F);
         }
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a dispatch remembers: for its combine, and for a later dispatch with the same routing.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -57,6 +58,7 @@ struct CombineRound {
     std::shared_ptr<State> state;
     bool weighted = false;  // sum weight * row
     bool returns_weights = false;
+    const std::byte* kept_x = nullptr;  // rows of this rank for its own tokens are summed from here, not from staging
     bool received = false;
 };
 

@@ -95,11 +95,12 @@ class ShmTransport : public Transport {
 
     // The dead, failed or (if it is `source`) closed rank that ends every wait now, if any.
     std::optional<std::pair<int, std::string>> find_fault(int source);
+    // The rank at the end of the chain of waits that begins at `source`, and why.
+    std::pair<int, std::string> root_of_stall(int source) const;
 
   private:
     std::uint64_t await_sleeping(const std::byte* slot, std::uint64_t at_least, int source, int queue,
                                  const char* stage, double timeout);
-    std::pair<int, std::string> root_of_stall(int source) const;
     std::pair<int, std::string> root_among_all() const;
     void publish(RankState state, int fault_rank, const std::string& reason);
     static void wake(ControlBlock& block);

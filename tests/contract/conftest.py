@@ -41,7 +41,7 @@ def _param(metafunc, target, case):
 def _marks(metafunc, target, case):
     """Skips and expected failures, each with its reason."""
     test = metafunc.function.__name__
-    marks = [getattr(pytest.mark, target.backend)] if target.backend in ("cuda", "ascend") else []
+    marks = [getattr(pytest.mark, target.backend)] if not target.on_cpu and target.backend in ("cuda", "ascend") else []
     if target.reason:
         return [*marks, pytest.mark.skip(reason=f"{target}: {target.reason}")]
     if case.ranks > target.ranks:

@@ -29,6 +29,8 @@ class Target:
     backend: str
     transport: str
     reason: str
+    on_cpu: bool = False
+    """Its arrays live in host memory: the host backend, or an emulated device."""
 
     def __str__(self) -> str:
         return f"{self.backend}/{self.transport}"
@@ -36,7 +38,7 @@ class Target:
     @property
     def ranks(self) -> int:
         """How many ranks it can run: devices have one each."""
-        return sys.maxsize if self.backend == "host" else _devices(self.backend)
+        return sys.maxsize if self.on_cpu else _devices(self.backend)
 
     def run(
         self, ranks: int, nodes: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT
@@ -47,7 +49,7 @@ class Target:
 
     def give(self, array: NDArray[Any] | None, rank: int) -> Any:
         """A NumPy array where this backend wants it: itself on CPUs, a torch tensor on a device."""
-        if array is None or self.backend == "host":
+        if array is None or self.on_cpu:
             return array
         import torch
 
@@ -79,7 +81,7 @@ def poison(*arrays: Any, rows: NDArray[Any] | None = None) -> None:
 def kinds_of(target: Target) -> list[str]:
     """The array libraries that can be tried; those that are not installed are left out."""
     installed = [name for name in ("numpy", "torch", "jax") if importlib.util.find_spec(name)]
-    return installed if target.backend == "host" else ["torch"]
+    return installed if target.on_cpu else ["torch"]
 
 
 def in_kind(array: NDArray[Any] | None, kind: str) -> Any:
@@ -98,8 +100,10 @@ def all_targets() -> list[Target]:
         probe = backend.probe()
         for transport, spec in registry.transports(name).items() or [(backend.default_transport, None)]:
             reached = spec.probe() if spec is not None else probe
-            worst = probe if not probe.usable else reached
-            found.append(Target(name, transport, "" if worst.usable else f"{worst.reason}; {worst.fix}"))
+            emulated = spec is not None and spec.brings_device
+            worst = reached if probe.usable or emulated else probe
+            reason = "" if worst.usable else f"{worst.reason}; {worst.fix}"
+            found.append(Target(name, transport, reason, name == "host" or emulated))
     return found
 
 

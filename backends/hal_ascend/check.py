@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped Ascend kernels under seeded, adversarial deliveries, judged by the reference.
+
+Each seed is one schedule of cores, descriptors, pieces and completion entries within the UDMA rules (docs/ascend.md), and
+gives the same run every time, so a failing seed is the replay. ``hal check``'s subjects explore the host kernels; this is
+the same question put to the kernels that write descriptors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hal_host.engine import combine_dtype
+
+from hal import reference
+from hal.arrays import NUMPY_DTYPES, as_buffer, to_kind
+from hal.config import ExpertParallelSpec, TopologyConfig
+from hal.errors import HalError
+from hal_ascend import _engine
+from hal_ascend.engine import ELEMENTS, AscendEngine, ascend_shape, memory_bytes
+
+CHUNK_BYTES = 64
+BLOCK_BYTES = 512
+
+
+class World:
+    """Every rank's engine over one deterministic world. ``options`` are _engine.World's; ``slack`` bytes lie behind each
+    window."""
+
+    def __init__(
+        self,
+        spec: ExpertParallelSpec,
+        ranks: int,
+        nodes: int = 1,
+        *,
+        queues: int = 2,
+        cores: int = 2,
+        timeout: float = 20.0,
+        slack: int = 0,
+        **options: Any,
+    ) -> None:
+        self.spec, self.ranks, self.topology = spec, ranks, TopologyConfig(nodes)
+        shape = ascend_shape(spec, ranks, nodes)
+        self.nbytes = memory_bytes(shape)
+        options.setdefault("sq_depth", 512)
+        options.setdefault("cq_depth", 512)
+        self.world = _engine.World(ranks, self.nbytes + slack, qp_num=queues + 2, **options)
+        self.windows = [np.frombuffer(self.world.heap(rank), np.uint8) for rank in range(ranks)]
+        self.launches = _engine.WorldEngines(self.world)
+        element = ELEMENTS[combine_dtype(spec)]
+        self.engines = []
+        for rank, window in enumerate(self.windows):
+            base = window.ctypes.data
+            kernels = _engine.Kernels(self.launches, shape, rank, queues, element, base, timeout, cores)
+            self.engines.append(AscendEngine.over_kernels(kernels, spec, shape, base, window))
+        self._pool = ThreadPoolExecutor(ranks)
+
+    def each(self, work: Callable[[int], Any]) -> list[Any]:
+        """``work(rank)`` on every rank at once; the first error is raised after all have ended."""
+        for _ in range(self.ranks):
+            self.launches.enter()
+
+        def run(rank: int) -> Any:
+            try:
+                return work(rank)
+            finally:
+                self.launches.leave()
+
+        futures = [self._pool.submit(run, rank) for rank in range(self.ranks)]
+        for future in futures:
+            future.exception()
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What went wrong on which seed: wrong bits, a rule's Fault, a hang, an error of hal.errors."""
+
+    seed: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    spec: ExpertParallelSpec
+    ranks: int
+    nodes: int
+    runs: int
+    steps: int
+    """Scheduler steps of all runs together; every claim is bounded by these."""
+    findings: tuple[Finding, ...]
+
+
+def check(
+    spec: ExpertParallelSpec,
+    ranks: int = 2,
+    nodes: int = 1,
+    *,
+    seeds: Iterable[int] = range(40),
+    rounds: int = 2,
+    mutation: str = "none",
+    **options: Any,
+) -> Report:
+    """``rounds`` dispatches and combines of random routings on each seed. ``mutation`` names a planted defect of
+    _engine.Mutation; ``options`` are _engine.World's."""
+    chunk = BLOCK_BYTES if spec.completion == "flag_in_block" else CHUNK_BYTES
+    findings, runs, steps = [], 0, 0
+    for seed in seeds:
+        settings = {"chunk_bytes": chunk, "sq_depth": 128, "cq_depth": 128, **options}
+        world = World(
+            spec, ranks, nodes, seed=seed, mutation=_engine.Mutation.__members__[mutation], timeout=1.0, **settings
+        )
+        try:
+            for number in range(rounds):
+                _round(world, np.random.default_rng([7, number]))
+            problems = world.world.warnings
+        except (_engine.Fault, _engine.Hang, HalError, _WrongBits) as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        finally:
+            world.close()
+        runs, steps = runs + 1, steps + world.world.steps
+        findings += [Finding(seed, problem) for problem in problems[:1]]
+    return Report(spec, ranks, nodes, runs, steps, tuple(findings))
+
+
+class _WrongBits(Exception):
+    """A result that is not the reference's."""
+
+
+def _round(world: World, rng: np.random.Generator) -> None:
+    spec, dtype = world.spec, NUMPY_DTYPES[world.spec.dtype]
+    tokens = [int(rng.integers(0, spec.max_tokens + 1)) for _ in range(world.ranks)]
+    x = [rng.standard_normal((n, spec.hidden)).astype(np.float32).astype(dtype) for n in tokens]
+    idx = [np.argsort(rng.random((n, spec.num_experts)), axis=1)[:, : spec.top_k].astype(np.int64) for n in tokens]
+    weights = [rng.random((n, spec.top_k)).astype(np.float32) for n in tokens]
+    scales = [rng.random((n, spec.scale_dim)).astype(np.float32) for n in tokens] if spec.scale_dim else None
+    want, handle = reference.dispatch(spec, x, idx, weights, scales)
+    answers = [
+        rng.standard_normal(w.x.shape).astype(np.float32).astype(NUMPY_DTYPES[combine_dtype(spec)]) for w in want
+    ]
+    sums = reference.combine(answers, handle, topology=world.topology)
+
+    def work(rank: int) -> None:
+        engine = world.engines[rank]
+        scale = None if scales is None else as_buffer(scales[rank])
+        sent = engine.dispatch_send(
+            as_buffer(x[rank]), as_buffer(idx[rank]), as_buffer(weights[rank]), scale, None, None
+        )
+        received = engine.dispatch_recv(sent, None)
+        for name in ("x", "topk_idx", "topk_weights", "tokens_per_expert"):
+            _same(rank, name, getattr(received, name), getattr(want[rank], name))
+        pending = engine.combine_send(as_buffer(answers[rank]), received.state, None, False, None)
+        _same(rank, "y", engine.combine_recv(pending, (), None)[0], sums[rank])
+
+    world.each(work)
+
+
+def _same(rank: int, name: str, got: Any, want: Any) -> None:
+    given = to_kind(got, "numpy")
+    if given.shape != want.shape or given.tobytes() != np.ascontiguousarray(want).tobytes():
+        raise _WrongBits(f"rank {rank}: {name} is not the reference's")
