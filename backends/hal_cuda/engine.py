@@ -11,6 +11,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -528,7 +529,8 @@ class CudaEngine:
     def drain(self) -> None:
         """Until this rank's launches have ended."""
         if not self._closed:
-            self.library.stream_sync(self._session.device, self._last_stream or 0)
+            with suppress(HalError):  # the caller's stream may be gone, and its launches with it
+                self.library.stream_sync(self._session.device, self._last_stream or 0)
 
     def close(self) -> None:
         if self._closed:
