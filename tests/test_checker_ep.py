@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -117,6 +118,42 @@ def test_sixteen_ranks_by_the_happens_before_pass_and_by_random_schedules() -> N
     scenario = ep.large("direct", "strong_last", 16, 16)
     assert ep.check(scenario, "udma", search="races").right
     assert ep.check(replace(scenario, tokens=(2,) * 16), "udma", search="random", max_runs=3, max_seconds=20).right
+
+
+def test_a_limit_on_memory_stops_a_verdict_and_is_said() -> None:
+    scenario = ep.large("direct", "flag_in_block", 16, 64)
+    whole = ep.check(scenario, "srd", search="races")
+    assert "stopped" not in whole.bound
+    v = ep.check(scenario, "srd", search="races", max_memory=20 << 20)
+    assert (v.right, v.exhaustive) == (True, False)
+    assert re.search(r"\d+ events; the run stopped there at the limit of 20971520 bytes, its results are not", v.bound)
+    assert v.steps < whole.steps
+    # The run as a whole, and a pass that may keep less.
+    short = ep.check(scenario, "srd", search="races", max_memory=4 << 20, on=ep.subject(scenario, PROFILES["srd"]))
+    assert re.search(r"the pass stopped at event \d+ at the limit of 4194304 bytes", short.bound), short.bound
+    assert short.steps < whole.steps
+
+
+@pytest.mark.parametrize("search", ["all", "random"])
+def test_the_searches_keep_to_the_limit_too(search: str) -> None:
+    v = ep.check(ep.large("direct", "strong_signal", 8, 16), "udma", search=search, max_runs=2, max_memory=1 << 18)
+    assert not v.exhaustive
+    assert "stopped by the limit on memory" in v.bound
+
+
+def test_a_weak_signals_profile_at_many_ranks_takes_memory_in_proportion_to_the_run() -> None:
+    """One clock for each wait and one entry for each weak signal, kept for ever, once took gigabytes here."""
+    assert ep.check(
+        ep.large("direct", "flag_in_block", 32, 32), "srd", search="races", max_memory=256 << 20
+    ).bound.endswith("events")
+
+
+def test_a_timeout_that_leads_elsewhere_is_wrong() -> None:
+    stopped = {(rank, 2) for rank in range(4)}
+    assert faults.misled({0: 2, 1: 0, 3: 1}, stopped) == "", "rank 3 waits for 1, which waits for 0, which names 2"
+    assert "rank 1 leads to rank 3" in faults.misled({0: 2, 1: 3}, stopped), "rank 3 did not wait for anything"
+    assert "rank 0 leads to rank 0" in faults.misled({0: 1, 1: 0}, stopped), "the two wait for each other"
+    assert faults.misled({}, stopped) == ""
 
 
 def test_pieces_of_a_put_are_delivered_one_by_one() -> None:

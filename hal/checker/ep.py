@@ -72,7 +72,9 @@ class Scenario:
         parts = [
             f"{self.schedule}/{self.completion}",
             f"{self.ranks} ranks",
-            f"tokens {'+'.join(map(str, self.tokens))}",
+            f"tokens {'+'.join(map(str, self.tokens))}"
+            if len(set(self.tokens)) > 1
+            else f"{self.tokens[0]} tokens each",
         ]
         parts += [f"{self.nodes} nodes"] if self.nodes > 1 else []
         parts += [f"{self.rounds} rounds, layout {self.layout}"]
@@ -133,11 +135,15 @@ class EpVerdict:
         )
 
 
-def subject(scenario: Scenario, under: OrderingProfile) -> Any:
+MAX_MEMORY = 2 << 30
+"""Bytes that one search may keep: half for the run, half for what the happens-before pass remembers of it."""
+
+
+def subject(scenario: Scenario, under: OrderingProfile, max_memory: int = MAX_MEMORY) -> Any:
     """The kernels as a subject of the C++ searches."""
     if len(scenario.tokens) != scenario.ranks:
         raise ContractError(f"tokens are given for {len(scenario.tokens)} ranks and there are {scenario.ranks}")
-    return native().EpSubject(scenario.native(), profile_dict(under))
+    return native().EpSubject(scenario.native(), profile_dict(under), max_memory // 2)
 
 
 def check(
@@ -150,19 +156,21 @@ def check(
     seed: int = 0,
     delays: int = 1,
     depth: int = 3,
+    max_memory: int = MAX_MEMORY,
     on: Any = None,
 ) -> EpVerdict:
     """Search ``scenario`` under a profile.
 
     ``search``: ``all`` (every schedule up to the order of independent steps), ``delays`` (at most ``delays`` entities
     held back), ``random`` (``max_runs`` random priority schedules), ``races`` (one run and its happens-before pass).
-    ``all`` and ``races`` also report races. ``on``: a prepared subject (with faults or a mutation).
+    ``all`` and ``races`` also report races. A run that would keep more than ``max_memory`` bytes is stopped, and the
+    verdict's bound says where. ``on``: a prepared subject (with faults or a mutation).
     """
     prof = profile(under) if isinstance(under, str) else under
     native_ = native()
-    what = subject(scenario, prof) if on is None else on
+    what = subject(scenario, prof, max_memory) if on is None else on
     if search == "races":
-        return _races(scenario, prof, what)
+        return _races(scenario, prof, what, max_memory)
     if search == "all":
         found = every_schedule(what, max_runs, max_seconds)
     elif search == "delays":
@@ -181,7 +189,7 @@ def check(
         found["total_steps"], found["seconds"], schedule,
     )  # fmt: skip
     if verdict.right and search == "all":
-        return _with_races(verdict, _races(scenario, prof, what))
+        return _with_races(verdict, _races(scenario, prof, what, max_memory))
     return verdict
 
 
@@ -206,20 +214,43 @@ def every_schedule(what: Any, max_runs: int, max_seconds: float, exact_runs: int
 
 
 def _with_races(verdict: EpVerdict, races: EpVerdict) -> EpVerdict:
-    return verdict if races.right else replace(verdict, kind=races.kind, failure=races.failure, races=races.races)
+    if not races.right:
+        return replace(verdict, kind=races.kind, failure=races.failure, races=races.races)
+    if _STOPPED in races.bound:
+        return replace(verdict, exhaustive=False, bound=f"{verdict.bound}; {races.bound}")
+    return verdict
 
 
-def _races(scenario: Scenario, prof: OrderingProfile, what: Any) -> EpVerdict:
+_STOPPED = "stopped"
+
+
+def _races(scenario: Scenario, prof: OrderingProfile, what: Any, max_memory: int) -> EpVerdict:
     what.set_track(False)  # a single run needs no step numbers
-    found = native().find_races(what)
+    found = native().find_races(what, max_bytes=max_memory // 2)
     what.set_track(True)
     texts = tuple(r["text"] for r in found["races"])
     kind = "race" if texts else found["kind"]
     failure = texts[0] if texts else found["failure"]
+    bound = f"happens-before over one run, {found['events']} events"
+    if found["stopped"]:
+        bound += f"; the run {_STOPPED} there at the limit of {max_memory} bytes, its results are not judged"
+    if found["judged"] < found["events"]:
+        bound += f"; the pass {_STOPPED} at event {found['judged']} at the limit of {max_memory} bytes"
+    if not found["settled"]:
+        bound += f"; {_STOPPED} after {found['passes']} passes, each found one more signal that a wait could have taken"
     return EpVerdict(
-        scenario, prof, kind, failure, f"happens-before over one run, {found['events']} events", False, 1,
-        found["events"], found["seconds"], "eager" if kind else "", texts,
-    )  # fmt: skip
+        scenario,
+        prof,
+        kind,
+        failure,
+        bound,
+        False,
+        1,
+        found["judged"],
+        found["seconds"],
+        "eager" if kind else "",
+        texts,
+    )
 
 
 def small(schedule: str, completion: str, layout: str = "rank") -> Iterator[Scenario]:

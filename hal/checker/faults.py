@@ -4,7 +4,7 @@ data, never without end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from hal.checker import ep
@@ -26,6 +26,22 @@ class FaultVerdict:
         return f"{state:5} {self.profile.name:9} {self.scenario.describe()}: {self.fault}: {self.outcome}"
 
 
+def misled(names: Mapping[int, int], guilty: Collection[tuple[int, int]]) -> str:
+    """Whose PeerTimeout does not lead to the fault; empty if all do.
+
+    ``names``: the rank that each timed-out rank names (-1 = none). ``guilty``: pairs (waiting, named) that point at the
+    fault. A rank may wait for one that itself waits: then the named rank's own PeerTimeout must lead on.
+    """
+    for first in names:
+        at, seen = first, set[int]()
+        while at in names and at not in seen and (at, names[at]) not in guilty:
+            seen.add(at)
+            at = names[at]
+        if at not in names or at in seen:
+            return f"the PeerTimeout of rank {first} leads to rank {at}, not to the fault; named: {dict(names)}"
+    return ""
+
+
 def check(scenario: ep.Scenario, under: OrderingProfile | str) -> Iterator[FaultVerdict]:
     """Every fault at every operation (or rank, or queue) of the scenario, one at a time."""
     prof = profile(under) if isinstance(under, str) else under
@@ -34,13 +50,19 @@ def check(scenario: ep.Scenario, under: OrderingProfile | str) -> Iterator[Fault
     base = engine.run(what, "eager", True)
     operations = [e for e in base["events"] if e["what"] == "issue" and e["peer"] != e["rank"]]
 
-    def judged(fault: str, schedule: str, must_end: bool) -> FaultVerdict:
+    def judged(
+        fault: str, schedule: str, must_end: bool, guilty: frozenset[tuple[int, int]] | None = None
+    ) -> FaultVerdict:
         r = engine.run(what, schedule)
         if r["kind"]:
             return FaultVerdict(fault, scenario, prof, False, f"{r['kind']}: {r['failure']}")
-        late = sorted(set(r["timed_out"]))
+        names: dict[int, int] = r["timed_out"]
+        late = sorted(names)
         if late and must_end:
             return FaultVerdict(fault, scenario, prof, False, f"PeerTimeout on ranks {late} without a lost operation")
+        astray = misled(names, guilty) if guilty is not None else ""
+        if astray:
+            return FaultVerdict(fault, scenario, prof, False, astray)
         outcome = f"PeerTimeout on ranks {', '.join(map(str, late))}" if late else "right result"
         return FaultVerdict(fault, scenario, prof, True, outcome)
 
@@ -64,10 +86,13 @@ def check(scenario: ep.Scenario, under: OrderingProfile | str) -> Iterator[Fault
         steps = sum(e["rank"] == rank and e["what"] in ("read", "write", "wait", "quiet") for e in base["events"])
         for after in range(1, steps, 3):
             what.set_faults({"stalled": (rank, after)})
-            yield judged(f"rank {rank} stops after call {after}", "eager", False)
+            guilty = frozenset((waiting, rank) for waiting in range(scenario.ranks))
+            yield judged(f"rank {rank} stops after call {after}", "eager", False, guilty)
     for name in ("lost", "lost_completion", "error_completion"):
         for e in operations:
             thread, number = map(int, e["entity"].split("."))
             what.set_faults({name: (thread, number)})
-            yield judged(f"{name.replace('_', ' ')} of {e['name']}", "eager", False)
+            # The target misses what the origin sent, or the origin waits for what the target never acknowledged.
+            link = frozenset({(e["peer"], e["rank"]), (e["rank"], e["peer"]), (e["rank"], -1)})
+            yield judged(f"{name.replace('_', ' ')} of {e['name']}", "eager", False, link)
     what.set_faults({})

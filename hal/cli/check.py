@@ -3,7 +3,7 @@
 
 hal check ep --all
 hal check ep --schedule direct --completion strong_last --profile udma
-hal check ep --search races --ranks 64 --tokens 256
+hal check ep --search races --ranks 64 --tokens 256 --profile udma
 hal check ep --search random --ranks 16 --tokens 8 --runs 200 --seed 7
 hal check ep --faults --profile udma
 hal check ep --schedule direct --completion strong_signal --break signal:strong:last=weaken --svg broken.svg
@@ -14,6 +14,7 @@ hal check mutation --out docs/mutation.md
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="random: the first seed")
     parser.add_argument("--delays", type=int, default=1, help="delays: how many entities are held back at once")
     parser.add_argument("--max-seconds", type=float, default=30.0, help="bound of each search")
+    parser.add_argument("--max-memory", type=float, default=2.0, help="GiB that one search may keep before it stops")
     parser.add_argument("--faults", action="store_true", help="lost and late operations, stopped ranks, tiny rings")
     parser.add_argument(
         "--break", dest="mutant", help="PRIMITIVE[:ORDER]:N=CHANGE, for example signal:strong:last=weaken"
@@ -75,16 +77,19 @@ def _verdicts(args: argparse.Namespace) -> int:
     started = time.monotonic()
     failed = total = runs = steps = 0
     incomplete = 0
+    progress = _Progress()
     for schedule, completion in ep.protocols(schedules, completions):
         per: dict[str, list[Any]] = {name: [] for name in profiles}
         for scenario in _scenarios(args, schedule, completion):
             for name in profiles:
+                progress.at(f"{name} {scenario.describe()}")
                 v = ep.check(
                     scenario, name, search=args.search, max_seconds=args.max_seconds, seed=args.seed, delays=args.delays,
                     max_runs=args.runs if args.search == "random" else 1_000_000,
+                    max_memory=int(args.max_memory * 2**30),
                 )  # fmt: skip
                 per[name].append(v)
-                if args.verbose or not v.right:
+                if args.verbose or not v.right or (args.ranks and not v.exhaustive):
                     print(v.line())
                 if not v.right:
                     _explain(v, args)
@@ -107,6 +112,21 @@ def _verdicts(args: argparse.Namespace) -> int:
         else f"# {total} verdicts, {failed} failed; {runs} runs, {steps} steps, {time.monotonic() - started:.1f} s"
     )
     return 1 if failed or (args.search == "all" and incomplete) else 0
+
+
+class _Progress:
+    """What long work is at, on stderr, at most once in five seconds; nothing for short work."""
+
+    def __init__(self) -> None:
+        self._started = self._said = time.monotonic()
+        self._done = 0
+
+    def at(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self._said >= 5:
+            self._said = now
+            print(f"# {self._done} verdicts, {now - self._started:.0f} s; now {what}", file=sys.stderr, flush=True)
+        self._done += 1
 
 
 def _scenarios(args: argparse.Namespace, schedule: str, completion: str) -> list[Any]:
@@ -202,9 +222,11 @@ def _faults(args: argparse.Namespace) -> int:
     schedules, completions, profiles = _chosen(args)
     wrong = total = 0
     started = time.monotonic()
+    progress = _Progress()
     for schedule, completion in ep.protocols(schedules, completions):
         scenario = next(iter(ep.small(schedule, completion)))
         for name in profiles:
+            progress.at(f"{name} {scenario.describe()}")
             seen: dict[str, int] = {}
             for v in faults.check(scenario, name):
                 total += 1

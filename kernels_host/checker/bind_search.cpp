@@ -109,7 +109,9 @@ py::dict one_run(Subject& s, const std::string& schedule, bool events) {
         if (events) d["events"] = events_of(w);
         d["calls"] = calls_of(w);
         d["waiting"] = w.all_ended() ? "" : w.waiting_text();
-        d["timed_out"] = w.timed_out();
+        py::dict names;
+        for (const TimedOut& t : w.timed_out()) names[py::int_(w.rank_of(int(t.thread)))] = t.names;
+        d["timed_out"] = names;
         d["operations"] = w.operations().size();
         d["outcome"] = s.outcome(w);
     });
@@ -117,12 +119,12 @@ py::dict one_run(Subject& s, const std::string& schedule, bool events) {
     return d;
 }
 
-py::dict races(Subject& s, std::size_t max_races) {
+py::dict races(Subject& s, std::size_t max_races, std::size_t max_bytes) {
     RaceVerdict v;
     RunReport r;
     {
         py::gil_scoped_release unlocked;
-        r = run(s, {}, true, [&](World& w) { v = find_races(w, max_races); });
+        r = run(s, {}, true, [&](World& w) { v = find_races(w, {max_races, max_bytes}); });
     }
     py::dict d = dict_from(r);
     py::list list;
@@ -131,7 +133,10 @@ py::dict races(Subject& s, std::size_t max_races) {
                              "second"_a = race.second, "text"_a = race.text()));
     d["races"] = list;
     d["events"] = v.events;
+    d["judged"] = v.judged;
+    d["stopped"] = r.stopped;
     d["passes"] = v.passes;
+    d["settled"] = v.settled;
     d["seconds"] = v.seconds;
     return d;
 }
@@ -147,10 +152,10 @@ void bind_search(py::module_& m) {
              }),
              "program"_a, "profile"_a, "faults"_a = py::dict());
     py::class_<EpSubject, Subject>(m, "EpSubject")
-        .def(py::init([](const py::dict& scenario, const py::dict& profile) {
-                 return std::make_unique<EpSubject>(scenario_from(scenario), profile_from(profile));
+        .def(py::init([](const py::dict& scenario, const py::dict& profile, std::size_t max_bytes) {
+                 return std::make_unique<EpSubject>(scenario_from(scenario), profile_from(profile), max_bytes);
              }),
-             "scenario"_a, "profile"_a)
+             "scenario"_a, "profile"_a, "max_bytes"_a = std::size_t{1} << 30)
         .def(
             "set_faults", [](EpSubject& s, const py::dict& faults) { s.set_faults(faults_from(faults)); }, "faults"_a)
         .def("set_track", &EpSubject::set_track, "track"_a)
@@ -206,7 +211,7 @@ void bind_search(py::module_& m) {
         },
         "subject"_a, "schedule"_a, "kind"_a);
     m.def("run", &one_run, "subject"_a, "schedule"_a, "events"_a = false);
-    m.def("find_races", &races, "subject"_a, "max_races"_a = 20);
+    m.def("find_races", &races, "subject"_a, "max_races"_a = 20, "max_bytes"_a = std::size_t{1} << 30);
 }
 
 }  // namespace hal::checker

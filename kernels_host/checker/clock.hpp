@@ -9,15 +9,42 @@
 
 namespace hal::checker {
 
+// Bytes that clocks and histories of this thread hold now, so that a pass can stop before the machine's memory does.
+inline thread_local std::size_t kept_bytes = 0;
+
+template <class T>
+struct Counting {
+    using value_type = T;
+    Counting() = default;
+    template <class U>
+    Counting(const Counting<U>&) {}
+    T* allocate(std::size_t n) {
+        T* p = std::allocator<T>().allocate(n);
+        kept_bytes += n * sizeof(T);
+        return p;
+    }
+    void deallocate(T* p, std::size_t n) {
+        kept_bytes -= n * sizeof(T);
+        std::allocator<T>().deallocate(p, n);
+    }
+    template <class U>
+    bool operator==(const Counting<U>&) const {
+        return true;
+    }
+};
+
+template <class T>
+using Kept = std::vector<T, Counting<T>>;
+
 // Counts of operations known to be done, of one origin thread. For each (peer, queue): by order NONE, RELAXED, STRONG,
 // first complete at the target, then source no longer read.
-using Counts = std::vector<std::uint32_t>;
+using Counts = Kept<std::uint32_t>;
 using Row = std::shared_ptr<const Counts>;
 
 struct Clock {
-    std::vector<std::uint32_t> times;   // of every thread
-    std::vector<Row> rows;              // of every origin thread; null = nothing known
-    std::vector<std::uint32_t> single;  // operations known complete one by one (weak signals), sorted
+    Kept<std::uint32_t> times;   // of every thread
+    Kept<Row> rows;              // of every origin thread; null = nothing known
+    Kept<std::uint32_t> single;  // operations known complete though not all before them are (weak signals), sorted
 
     explicit Clock(std::size_t threads) : times(threads), rows(threads) {}
 

@@ -27,7 +27,8 @@ struct EpScenario {
 
 class EpSubject : public Subject {
   public:
-    EpSubject(EpScenario scenario, const Profile& profile);
+    // A run that would remember more than `max_bytes` stops there, and its results are not judged.
+    EpSubject(EpScenario scenario, const Profile& profile, std::size_t max_bytes = std::size_t{1} << 30);
 
     WorldConfig start() override;
     std::string judge(const World& world) override;
@@ -51,7 +52,7 @@ class EpSubject : public Subject {
 
     const EpScenario scenario_;
     const Profile profile_;
-    std::size_t window_bytes_;
+    std::size_t window_bytes_, max_bytes_;
     Faults faults_;
     std::optional<Mutation> mutation_;
     bool track_ = true, least_waits_ = false;

@@ -56,6 +56,7 @@ class Explorer {
         result_.exhaustive = true;
         do {
             one_run();
+            if (too_long_) break;
             if (result_.failure.failed() && limits_.stop_at_failure) break;
             if (result_.runs >= limits_.max_runs || seconds() > limits_.max_seconds) {
                 result_.exhaustive = !next();
@@ -63,7 +64,9 @@ class Explorer {
             }
         } while (next());
         result_.bound = "all schedules, up to the order of independent steps";
-        if (result_.failure.failed() && limits_.stop_at_failure) result_.exhaustive = false;
+        if (too_long_)
+            result_.bound = "stopped by the limit on memory in a run, at step " + std::to_string(frames_.size());
+        if (too_long_ || (result_.failure.failed() && limits_.stop_at_failure)) result_.exhaustive = false;
         result_.seconds = seconds();
         return std::move(result_);
     }
@@ -84,6 +87,11 @@ class Explorer {
         fresh_ = true;
         bool asleep = false;
         while (!world.nothing_ready()) {
+            // Each step keeps one bit for each step before it.
+            if (frames_.size() * (sizeof(Frame) + frames_.size() / 8) > world.config().max_bytes) {
+                too_long_ = true;
+                return;
+            }
             std::vector<Sleeper> sleep = frames_.empty() ? std::vector<Sleeper>{} : awake_less(frames_.back());
             const std::optional<Entity> e = choose(world, sleep);
             if (!e) {
@@ -226,6 +234,7 @@ class Explorer {
     std::vector<Frame> frames_;
     bool fresh_ = false;    // the last frame's step is still to be executed, as chosen_
     bool guessed_ = false;  // chosen_ could not run there
+    bool too_long_ = false;
     Entity chosen_;
 };
 

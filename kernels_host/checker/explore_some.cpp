@@ -93,7 +93,7 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
                             const SearchLimits& limits) {
     const Clock clock;
     SearchResult result;
-    std::uint64_t length = 1000;
+    std::uint64_t length = 1000, stopped = 0;
     for (std::uint64_t i = 0; i < runs && clock.seconds() < limits.max_seconds; ++i) {
         std::mt19937_64 random(seed + i);
         const std::uint64_t salt = random();
@@ -108,6 +108,10 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
         World world(subject.start(), priority);
         std::vector<Entity> path;
         while (!world.nothing_ready()) {
+            if (world.full()) {
+                world.stop();
+                break;
+            }
             const Entity e = world.best();
             const auto change = std::find(changes.begin(), changes.end(), world.steps());
             if (change != changes.end()) {
@@ -122,6 +126,7 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
         }
         RunReport r = report(subject, world);
         length = world.steps();
+        stopped += r.stopped;
         remember_outcome(result, subject, world);
         count(result, r);
         if (r.failed() && !result.failure.failed()) {
@@ -132,6 +137,7 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
     }
     result.bound = std::to_string(result.runs) + " random priority schedules, depth " + std::to_string(depth) +
                    ", seeds from " + std::to_string(seed);
+    if (stopped) result.bound += ", " + std::to_string(stopped) + " of them stopped by the limit on memory";
     result.seconds = clock.seconds();
     return result;
 }

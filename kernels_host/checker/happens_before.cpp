@@ -28,8 +28,9 @@ struct Segment {
     std::uint64_t end;
     Actor write;
     bool written = false;
-    std::vector<Actor> reads, adds;
+    Kept<Actor> reads, adds;
 };
+using Memory = std::map<std::uint64_t, Segment, std::less<>, Counting<std::pair<const std::uint64_t, Segment>>>;
 
 // A signal that came after a wait which it could have satisfied: what it proves, and the signals that it comes after.
 struct LateSignal {
@@ -40,19 +41,25 @@ using Late = std::map<std::uint32_t, std::map<std::uint32_t, LateSignal>>;  // b
 
 class Pass {
   public:
-    Pass(const World& world, Late& late, std::size_t max_races)
-        : w_(world), profile_(world.config().profile), ops_(world.operations()), late_(late), max_races_(max_races),
+    Pass(const World& world, Late& late, const RaceLimits& limits)
+        : w_(world), profile_(world.config().profile), ops_(world.operations()), late_(late), limits_(limits),
           threads_(world.config().thread_rank.size()),
           channels_(std::size_t(world.config().ranks * world.config().queues)), clock_(threads_), time_(threads_, 0),
           issued_(threads_, Counts(channels_ * 6)), known_(ops_.size()), memory_(std::size_t(world.config().ranks)),
           slots_(std::size_t(world.config().ranks)) {
         for (auto& c : clock_) c = std::make_shared<Clock>(threads_);
+        for (const Event& e : world.log()) {
+            if (e.what == What::source_read || e.what == What::deliver) ++known_[e.operation].to_come;
+            if (e.what == What::wait) slots_[std::size_t(e.rank)].try_emplace(e.begin);
+        }
     }
 
     // False: a signal was found that could have satisfied an earlier wait; `late` knows it now, and the pass starts over.
     bool run() {
         for (std::uint32_t i = 0; i < w_.log().size(); ++i) {
+            if (i % 256 == 0 && kept_bytes > limits_.max_bytes) return true;
             const Event& e = w_.log()[i];
+            judged_ = i + 1;
             ++time_[e.thread];
             switch (e.what) {
                 case What::read:
@@ -91,6 +98,7 @@ class Pass {
     }
 
     std::vector<Race> races() && { return std::move(races_); }
+    std::uint64_t judged() const { return judged_; }
 
   private:
     // Knowledge of a thread at one moment: the shared clock, and its own time.
@@ -106,13 +114,28 @@ class Pass {
         std::uint32_t covers[3] = {};  // of its own channel, by order: how many earlier operations it comes after
         Row covers_all;                // of every channel, where the scope is the origin
         bool with_call = false;        // took effect with the call that issued it
+        bool issued = false;
+        std::uint32_t to_come = 0;  // deliveries and source read; after the last, nothing asks what its issue knew
     };
+    // A delivered operation that wrote or added to a slot, and what seeing that proves.
+    struct Raised {
+        std::uint32_t operation;
+        std::uint64_t value;
+        std::shared_ptr<const Clock> proves;
+    };
+    struct OldWait {
+        std::uint32_t index;  // in the log
+        std::uint16_t thread;
+        std::uint32_t time;
+        Kept<std::uint32_t> open;  // signals that could have satisfied it
+    };
+    // A word that some wait looks at.
     struct Slot {
-        std::vector<std::uint32_t> signals;  // delivered operations that wrote or added to it
-        std::vector<std::uint64_t> values;
-        std::vector<std::pair<std::uint32_t, Moment>> waits;  // log index
-        std::vector<std::vector<std::uint32_t>> open;         // of each wait: signals that could have satisfied it
+        std::uint64_t base = 0;  // what the signals that were dropped from `raised` made of it
+        Kept<Raised> raised;
+        Kept<OldWait> waits;
     };
+    using Slots = std::map<std::uint64_t, Slot>;
 
     Moment snapshot(std::uint16_t t) const { return {clock_[t], t, time_[t]}; }
     Clock& own(std::uint16_t t) {
@@ -121,6 +144,10 @@ class Pass {
     }
     std::size_t cell(const Operation& op, bool source) const {
         return (std::size_t(op.peer * w_.config().queues + op.queue)) * 6 + (source ? 3 : 0) + std::size_t(op.order);
+    }
+
+    static std::uint64_t raise(std::uint64_t base, bool adds, std::uint64_t value) {
+        return adds ? base + value : std::max(base, value);
     }
 
     bool knows_time(const Moment& m, std::uint16_t thread, std::uint32_t time) const {
@@ -135,7 +162,13 @@ class Pass {
         if (known_[id].with_call) return knows_time(m, op.thread, known_[id].issue.time);
         return m.clock->has_single(id) || counts_it(m.clock->rows[op.thread], op, known_[id].index, source);
     }
-    // Does the operation `later` take effect only after `id`?
+    // As knows_operation, of what seeing an operation proves.
+    bool proves(const Clock& c, std::uint32_t id) const {
+        const Operation& op = ops_[id];
+        if (known_[id].with_call) return c.times[op.thread] >= known_[id].issue.time;
+        return c.has_single(id) || counts_it(c.rows[op.thread], op, known_[id].index, false);
+    }
+    // Does the operation `later`, which has not taken effect yet, take effect only after `id`?
     bool after_operation(std::uint32_t later, std::uint32_t id, bool source) const {
         const Known& k = known_[later];
         if (ops_[later].bundled_with == std::int32_t(id)) return true;
@@ -162,6 +195,7 @@ class Pass {
         const Operation& op = ops_[e.operation];
         Known& k = known_[e.operation];
         k.issue = snapshot(e.thread);
+        k.issued = true;
         k.with_call = profile_.at_issue || op.peer == op.rank;
         Counts& counts = issued_[e.thread];
         k.index = counts[cell(op, false)];
@@ -184,6 +218,14 @@ class Pass {
     void source_read(const Event& e) {
         Actor a{e.operation, e.thread, 0, true, What::source_read};
         touch(e.rank, e.begin, e.end, a, false, false, snapshot(e.thread));
+        came(e.operation);
+    }
+
+    void came(std::uint32_t id) {
+        Known& k = known_[id];
+        if (--k.to_come > 0) return;
+        k.issue.clock.reset();
+        k.covers_all.reset();
     }
 
     void deliver(const Event& e) {
@@ -192,29 +234,35 @@ class Pass {
         // What takes effect with the call is the thread's own access.
         Actor a{known_[e.operation].with_call ? none : e.operation, e.thread, time_[e.thread], false, What::deliver};
         touch(op.peer, e.begin, e.end, a, true, adds, snapshot(e.thread));
-        if (e.end - e.begin < 8) return;
-        Slot& slot = slots_[std::size_t(op.peer)][e.begin];
-        slot.signals.push_back(e.operation);
-        slot.values.push_back(op.is_signal ? op.value : e.value);
+        if (e.end - e.begin >= 8) raise_slot(e, op);
+        came(e.operation);
+    }
+
+    void raise_slot(const Event& e, const Operation& op) {
+        auto& slots = slots_[std::size_t(op.peer)];
+        const auto it = slots.find(e.begin);
+        if (it == slots.end()) return;
+        Slot& slot = it->second;
+        auto seen = std::make_shared<Clock>(threads_);
+        observe(*seen, e.operation);
+        slot.raised.push_back({e.operation, op.is_signal ? op.value : e.value, seen});
         // Could it have satisfied a wait that is over? Later waits of a thread know all that earlier ones knew.
         for (std::size_t i = slot.waits.size(); i-- > 0;) {
-            const auto& [index, moment] = slot.waits[i];
-            if (knows_time(known_[e.operation].issue, moment.thread, moment.time)) break;
-            come_late(index, slot.open[i], e.operation);
+            const OldWait& old = slot.waits[i];
+            if (knows_time(known_[e.operation].issue, old.thread, old.time)) break;
+            come_late(old.index, old.open, e.operation, *seen);
         }
     }
 
     // A signal that comes after all those that the wait had to choose from brings nothing new; any other does, and the
     // pass starts over with it.
-    void come_late(std::uint32_t index, const std::vector<std::uint32_t>& open, std::uint32_t id) {
-        LateSignal found{Clock(threads_), {}};
+    void come_late(std::uint32_t index, const Kept<std::uint32_t>& open, std::uint32_t id, const Clock& seen) {
+        LateSignal found{seen, {}};
         for (const std::uint32_t s : open)
-            if (s == id || after_operation(id, s, false)) found.after.insert(s);
+            if (s == id || proves(seen, s)) found.after.insert(s);
         if (found.after.size() == open.size()) return;
         for (const auto& [other, signal] : late_[index])
-            if (other != id && known_[other].issue.clock && after_operation(id, other, false))
-                found.after.insert(other);
-        observe(found.known, id);
+            if (other != id && known_[other].issued && proves(seen, other)) found.after.insert(other);
         LateSignal& known = late_[index].try_emplace(id, LateSignal{Clock(threads_), {}}).first->second;
         if (known.after == found.after && known.known.same(found.known)) return;
         known = std::move(found);
@@ -253,6 +301,9 @@ class Pass {
     template <class Says>
     std::uint32_t learned(const std::vector<Choice>& choices, std::uint64_t base, std::uint64_t wanted,
                           const Says& says) const {
+        // Some choice is needed; if all say the same, that is known.
+        const std::uint32_t one = says(choices.front());
+        if (std::all_of(choices.begin(), choices.end(), [&](const Choice& c) { return says(c) == one; })) return one;
         std::set<std::uint32_t, std::greater<>> levels;
         for (const Choice& c : choices) levels.insert(says(c));
         for (const std::uint32_t x : levels)
@@ -261,17 +312,17 @@ class Pass {
     }
 
     void wait(std::uint32_t index, const Event& e) {
-        Slot& slot = slots_[std::size_t(e.rank)][e.begin];
-        std::uint64_t base = 0;
+        Slot& slot = slots_[std::size_t(e.rank)].at(e.begin);
+        std::uint64_t base = slot.base;
         std::vector<Choice> choices;
-        std::vector<std::uint32_t> open;
+        Kept<std::uint32_t> open;
         const Moment now = snapshot(e.thread);
-        for (std::size_t i = 0; i < slot.signals.size(); ++i) {
-            const std::uint32_t id = slot.signals[i];
+        for (const Raised& r : slot.raised) {
+            const std::uint32_t id = r.operation;
             if (knows_operation(now, id, false)) {
-                base = adds(id) ? base + slot.values[i] : std::max(base, slot.values[i]);
-            } else if (adds(id) || slot.values[i] >= e.value) {
-                choices.push_back({id, slot.values[i], Clock(threads_), {}});
+                base = raise(base, adds(id), r.value);
+            } else if (adds(id) || r.value >= e.value) {
+                choices.push_back({id, r.value, *r.proves, {}});
                 open.push_back(id);
             }
         }
@@ -280,17 +331,16 @@ class Pass {
         } else {
             complete_choices(index, e, choices);
             learn(own(e.thread), choices, base, e.value);
+            reduce(own(e.thread));
         }
         prune(slot, e.thread);
-        slot.waits.emplace_back(index, snapshot(e.thread));
-        slot.open.push_back(std::move(open));
+        slot.waits.push_back({index, e.thread, time_[e.thread], std::move(open)});
     }
 
     void complete_choices(std::uint32_t index, const Event& e, std::vector<Choice>& choices) {
         for (Choice& c : choices) {
-            observe(c.known, c.id);
             for (const Choice& other : choices)
-                if (other.id != c.id && after_operation(c.id, other.id, false)) c.after.insert(other.id);
+                if (other.id != c.id && proves(c.known, other.id)) c.after.insert(other.id);
         }
         const auto it = late_.find(index);
         if (it == late_.end()) return;
@@ -299,6 +349,7 @@ class Pass {
     }
 
     void learn(Clock& clock, const std::vector<Choice>& choices, std::uint64_t base, std::uint64_t wanted) const {
+        if (choices.empty()) return;  // the thread's own write satisfied it
         if (choices.size() == 1) {
             clock.join(choices.front().known);
             return;
@@ -306,8 +357,12 @@ class Pass {
         Clock common(threads_);
         for (std::size_t t = 0; t < threads_; ++t) {
             common.times[t] = learned(choices, base, wanted, [t](const Choice& c) { return c.known.times[t]; });
-            if (std::none_of(choices.begin(), choices.end(), [t](const Choice& c) { return c.known.rows[t]; }))
+            const Row& first = choices.front().known.rows[t];
+            if (std::all_of(choices.begin(), choices.end(),
+                            [&](const Choice& c) { return c.known.rows[t] == first; })) {
+                common.rows[t] = first;
                 continue;
+            }
             auto row = std::make_shared<Counts>(channels_ * 6);
             for (std::size_t i = 0; i < row->size(); ++i)
                 (*row)[i] = learned(choices, base, wanted,
@@ -326,20 +381,14 @@ class Pass {
         clock.join(common);
     }
 
-    // Signals that this wait's thread knows can only matter as the largest value or the sum so far.
+    // The first signals of a slot, once known to the only thread that waits there, matter only by the value that they made.
     void prune(Slot& slot, std::uint16_t t) {
-        if (slot.signals.size() < 64) return;
-        std::vector<std::uint32_t> signals;
-        std::vector<std::uint64_t> values;
+        if (threads_ != std::size_t(w_.config().ranks)) return;
         const Moment now = snapshot(t);
-        for (std::size_t i = 0; i < slot.signals.size(); ++i) {
-            const bool last = i + 1 == slot.signals.size();
-            if (!last && !adds(slot.signals[i]) && knows_operation(now, slot.signals[i], false)) continue;
-            signals.push_back(slot.signals[i]);
-            values.push_back(slot.values[i]);
-        }
-        slot.signals.swap(signals);
-        slot.values.swap(values);
+        auto it = slot.raised.begin();
+        for (; it != slot.raised.end() && knows_operation(now, it->operation, false); ++it)
+            slot.base = raise(slot.base, adds(it->operation), it->value);
+        slot.raised.erase(slot.raised.begin(), it);
     }
 
     void observe(Clock& clock, std::uint32_t id) const {
@@ -352,6 +401,28 @@ class Pass {
         raise_row(clock, op, k);
         if (op.bundled_with >= 0) clock.add_single(std::uint32_t(op.bundled_with));
         if (!counts_it(clock.rows[op.thread], op, k.index, false)) clock.add_single(id);
+        reduce(clock);
+    }
+
+    // Single operations that follow on the counted ones of their channel and order are counted. Their places there ascend
+    // with their numbers, so one walk finds them all.
+    void reduce(Clock& clock) const {
+        std::shared_ptr<Counts> open;  // the row being raised
+        std::size_t of = threads_;
+        const auto counted = [&](std::uint32_t id) {
+            const Operation& op = ops_[id];
+            Row& row = clock.rows[op.thread];
+            const std::uint32_t count = row ? (*row)[cell(op, false)] : 0;
+            if (count != known_[id].index) return count > known_[id].index;
+            if (of != op.thread || row != open) {
+                open = row ? std::make_shared<Counts>(*row) : std::make_shared<Counts>(channels_ * 6);
+                of = op.thread;
+                row = open;
+            }
+            ++(*open)[cell(op, false)];
+            return true;
+        };
+        clock.single.erase(std::remove_if(clock.single.begin(), clock.single.end(), counted), clock.single.end());
     }
 
     // What a (peer, queue)'s operation proves of the earlier ones there.
@@ -394,8 +465,8 @@ class Pass {
     // A local write starts a slot's history anew.
     void forget_slots(const Event& e) {
         auto& slots = slots_[std::size_t(e.rank)];
-        for (auto it = slots.lower_bound(e.begin >= 7 ? e.begin - 7 : 0); it != slots.end() && it->first < e.end;)
-            it = slots.erase(it);
+        for (auto it = slots.lower_bound(e.begin >= 7 ? e.begin - 7 : 0); it != slots.end() && it->first < e.end; ++it)
+            it->second = {};
     }
 
     // --- bytes
@@ -404,7 +475,7 @@ class Pass {
         touch(e.rank, e.begin, e.end, a, writes, adds, snapshot(e.thread));
     }
 
-    void split(std::map<std::uint64_t, Segment>& m, std::uint64_t at) {
+    void split(Memory& m, std::uint64_t at) {
         auto it = m.upper_bound(at);
         if (it == m.begin()) return;
         --it;
@@ -454,7 +525,7 @@ class Pass {
         s.written = true;
     }
 
-    static void remember(std::vector<Actor>& reads, const Actor& a) {
+    static void remember(Kept<Actor>& reads, const Actor& a) {
         for (Actor& r : reads)
             if (!a.by_operation() && !r.by_operation() && r.thread == a.thread) {
                 r.time = a.time;
@@ -473,7 +544,7 @@ class Pass {
     }
 
     void race(int rank, std::uint64_t begin, std::uint64_t end, const Actor& first, const Actor& second) {
-        if (races_.size() >= max_races_) return;
+        if (races_.size() >= limits_.max_races) return;
         Race r{rank, begin, end, describe(first, rank), describe(second, rank)};
         for (Race& known : races_)
             if (known.rank == rank && known.first == r.first && known.second == r.second) {
@@ -486,18 +557,20 @@ class Pass {
 
     const World& w_;
     const Profile& profile_;
-    const std::vector<Operation>& ops_;
+    const std::deque<Operation>& ops_;
     Late& late_;
-    const std::size_t max_races_, threads_, channels_;
+    const RaceLimits limits_;
+    const std::size_t threads_, channels_;
     std::vector<std::shared_ptr<Clock>> clock_;
     std::vector<std::uint32_t> time_;
     std::vector<Counts> issued_;
-    std::vector<Known> known_;
-    std::vector<std::map<std::uint64_t, Segment>> memory_;
-    std::vector<std::map<std::uint64_t, Slot>> slots_;
+    Kept<Known> known_;
+    std::vector<Memory> memory_;
+    std::vector<Slots> slots_;
     std::vector<Moment> arrived_;
     std::vector<Race> races_;
     bool again_ = false;
+    std::uint64_t judged_ = 0;
 };
 
 }  // namespace
@@ -507,14 +580,16 @@ std::string Race::text() const {
            std::to_string(rank) + "'s window: " + first + " and " + second + " are not ordered";
 }
 
-RaceVerdict find_races(const World& world, std::size_t max_races) {
+RaceVerdict find_races(const World& world, const RaceLimits& limits) {
     const auto start = std::chrono::steady_clock::now();
     RaceVerdict v;
     v.events = world.log().size();
     Late late;
     for (v.passes = 1;; ++v.passes) {
-        Pass pass(world, late, max_races);
-        if (!pass.run() && v.passes < 100) continue;
+        Pass pass(world, late, limits);
+        v.settled = pass.run();
+        if (!v.settled && v.passes < limits.max_passes) continue;
+        v.judged = pass.judged();
         v.races = std::move(pass).races();
         break;
     }

@@ -18,13 +18,21 @@ struct Race {
     std::string text() const;
 };
 
+struct RaceLimits {
+    std::size_t max_races = 20;
+    std::size_t max_bytes = std::size_t{1} << 30;  // of clocks and access histories
+    int max_passes = 100;
+};
+
 struct RaceVerdict {
-    std::vector<Race> races;  // at most `max_races`
-    std::uint64_t events = 0;
-    int passes = 1;  // more than one where a later signal could have satisfied an earlier wait
+    std::vector<Race> races;   // at most `max_races`
+    std::uint64_t events = 0;  // in the log
+    std::uint64_t judged = 0;  // of them, until `max_bytes` was reached
+    int passes = 1;            // more than one where a later signal could have satisfied an earlier wait
+    bool settled = true;       // false: after `max_passes` passes there were still new such signals
     double seconds = 0;
 };
 
-RaceVerdict find_races(const World& world, std::size_t max_races = 20);
+RaceVerdict find_races(const World& world, const RaceLimits& limits = {});
 
 }  // namespace hal::checker

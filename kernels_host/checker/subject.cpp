@@ -46,6 +46,8 @@ RunReport report(Subject& subject, World& world) {
         const Problem& p = world.problems().front();
         r.kind = kinds[p.kind];
         r.failure = "rank " + std::to_string(p.rank) + ": " + p.text;
+    } else if (world.stopped()) {
+        r.stopped = true;
     } else if (world.hangs()) {
         r.kind = "hang";
         r.failure = world.waiting_text();
@@ -56,6 +58,13 @@ RunReport report(Subject& subject, World& world) {
     return r;
 }
 
+void run_on(World& world) {
+    while (!world.nothing_ready()) {
+        if (world.full()) return world.stop();
+        world.execute(world.best());
+    }
+}
+
 RunReport run(Subject& subject, const Schedule& schedule, bool log, const std::function<void(World&)>& look) {
     WorldConfig config = subject.start();
     config.log = config.log || log;
@@ -64,8 +73,8 @@ RunReport run(Subject& subject, const Schedule& schedule, bool log, const std::f
     for (const Entity e : schedule.path)
         if (world.is_ready(e)) world.execute(e);
     do {
-        while (!world.nothing_ready()) world.execute(world.best());
-    } while (faulty && !world.all_ended() && world.time_out_waiting());
+        run_on(world);
+    } while (faulty && !world.stopped() && !world.all_ended() && world.time_out_waiting());
     RunReport r = report(subject, world);
     if (look) look(world);
     return r;

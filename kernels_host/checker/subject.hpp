@@ -34,6 +34,7 @@ struct RunReport {
     std::string failure;  // empty = right
     std::string kind;     // hang, wrong data, source changed, exception, contract
     std::uint64_t steps = 0;
+    bool stopped = false;  // the world was full before the end; nothing is said of results
     bool failed() const { return !failure.empty(); }
 };
 
@@ -42,6 +43,9 @@ World::Priority lazy();  // threads first, deliveries only when every thread wai
 
 // What a finished (or stuck) world amounts to.
 RunReport report(Subject& subject, World& world);
+
+// The best of the ready entities, again and again, until none is ready or the world is full (and then stopped).
+void run_on(World& world);
 
 // Runs to the end; `look` sees the world before it is gone.
 RunReport run(Subject& subject, const Schedule& schedule, bool log = false,

@@ -71,12 +71,10 @@ struct World::Group {
     std::vector<std::uint32_t> blocked;
 };
 
+const std::size_t World::operation_bytes = sizeof(Operation) + sizeof(Flight) + 2 * sizeof(std::uint32_t);
+
 World::World(WorldConfig config, Priority priority) : config_(std::move(config)), priority_(std::move(priority)) {
-    for (int r = 0; r < config_.ranks; ++r) {
-        windows_.emplace_back(static_cast<std::byte*>(
-            ::operator new(std::max<std::size_t>(config_.window_bytes, 8), std::align_val_t(64))));
-        std::memset(windows_.back().get(), 0, config_.window_bytes);
-    }
+    for (int r = 0; r < config_.ranks; ++r) windows_.emplace_back(config_.window_bytes);
     const std::size_t n = config_.thread_rank.size();
     by_thread_.resize(n);
     call_counts_.resize(n);
@@ -89,7 +87,7 @@ World::World(WorldConfig config, Priority priority) : config_(std::move(config))
                 config_.body(int(t), fabric);
             } catch (const Abandoned&) {
             } catch (const PeerTimeoutError& e) {
-                timed_out_.push_back(std::uint32_t(t));
+                timed_out_.push_back({std::uint32_t(t), e.rank});
                 if (!config_.faults.any())
                     report({Problem::exception, rank_of(int(t)),
                             "PeerTimeout of rank " + std::to_string(e.rank) + " in " + e.stage});
@@ -146,7 +144,7 @@ void World::call(int thread, const Pending& pending) {
 
 std::uint64_t World::slot(int rank, std::uint64_t offset) const {
     std::uint64_t v;
-    std::memcpy(&v, windows_[std::size_t(rank)].get() + offset, 8);
+    std::memcpy(&v, windows_[std::size_t(rank)].data() + offset, 8);
     return v;
 }
 
@@ -415,7 +413,7 @@ void World::read_source(std::uint32_t id) {
 
 void World::deliver_bytes(std::uint32_t id, std::size_t from, std::size_t bytes) {
     const Operation& op = operations_[id];
-    std::byte* target = windows_[std::size_t(op.peer)].get() + op.dst;
+    std::byte* target = windows_[std::size_t(op.peer)].data() + op.dst;
     if (op.is_signal) {
         const std::uint64_t value = (op.op == SignalOp::add ? slot(op.peer, op.dst) : 0) + op.value;
         std::memcpy(target, &value, 8);

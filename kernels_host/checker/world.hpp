@@ -3,9 +3,13 @@
 // ready entities (a thread, or one delivery of an operation), and the world executes it. Runs are deterministic.
 #pragma once
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <set>
 #include <string>
@@ -63,7 +67,8 @@ struct WorldConfig {
     std::optional<Mutation> mutation;
     bool track = true;  // step numbers of operations, for partial-order reduction
     bool log = false;
-    bool least_waits = false;  // see Access::least_wait
+    bool least_waits = false;                      // see Access::least_wait
+    std::size_t max_bytes = std::size_t{1} << 30;  // of the log and the operations; see full()
 };
 
 enum class Primitive : std::uint8_t { put, signal, wait, quiet };
@@ -86,6 +91,12 @@ struct Problem {
     std::string text;
 };
 
+// A thread that ended with PeerTimeout, and the rank that it names (-1 = none).
+struct TimedOut {
+    std::uint32_t thread;
+    int names;
+};
+
 // What one executed entity did.
 struct StepInfo {
     Entity entity;
@@ -95,6 +106,25 @@ struct StepInfo {
     std::uint64_t value = 0;                // added or stored at the start of a write; wait: the threshold
     SignalOp op = SignalOp::set;
     bool stores = false;  // `value` is what the first eight bytes of the write added or became
+};
+
+// Zeroed memory whose pages exist once they are written: most of a large window never is.
+class ZeroedWindow {
+  public:
+    explicit ZeroedWindow(std::size_t bytes) : all_(std::calloc(bytes + align, 1)) {
+        if (!all_) throw std::bad_alloc();
+    }
+    std::byte* data() const {
+        const auto at = reinterpret_cast<std::uintptr_t>(all_.get());
+        return reinterpret_cast<std::byte*>((at + align - 1) / align * align);
+    }
+
+  private:
+    static constexpr std::size_t align = 64;
+    struct Free {
+        void operator()(void* p) const { std::free(p); }
+    };
+    std::unique_ptr<void, Free> all_;
 };
 
 class World {
@@ -116,6 +146,10 @@ class World {
     std::vector<Access> footprint(Entity e) const;
     const StepInfo& execute(Entity e);
     std::uint32_t steps() const { return step_; }
+    // The run remembers as much as it may: whoever runs it stops it, and says so.
+    bool full() const { return log_.size() * sizeof(Event) + operations_.size() * operation_bytes > config_.max_bytes; }
+    void stop() { stopped_ = true; }
+    bool stopped() const { return stopped_; }
 
     // With nothing ready: true if every thread has ended. Else each waiting thread gets its PeerTimeout (once), which may
     // make something ready again.
@@ -124,14 +158,14 @@ class World {
     bool time_out_waiting();
     std::string waiting_text() const;
 
-    const std::vector<Event>& log() const { return log_; }
-    const std::vector<Operation>& operations() const { return operations_; }
+    const std::deque<Event>& log() const { return log_; }
+    const std::deque<Operation>& operations() const { return operations_; }
     const std::vector<Problem>& problems() const { return problems_; }
     const std::vector<Call>& calls() const { return calls_; }
-    const std::vector<std::uint32_t>& timed_out() const { return timed_out_; }
+    const std::vector<TimedOut>& timed_out() const { return timed_out_; }
     const WorldConfig& config() const { return config_; }
     int rank_of(int thread) const { return config_.thread_rank[std::size_t(thread)]; }
-    std::byte* window(int rank) const { return windows_[std::size_t(rank)].get(); }
+    std::byte* window(int rank) const { return windows_[std::size_t(rank)].data(); }
     void report(Problem p) { problems_.push_back(std::move(p)); }
     std::string name(std::uint32_t operation) const;
 
@@ -145,6 +179,7 @@ class World {
   private:
     friend class CheckFabric;
     struct Thread;
+    static const std::size_t operation_bytes;  // an operation and its flight
     struct Flight;
     struct Group;
     struct Outstanding {
@@ -191,29 +226,27 @@ class World {
 
     WorldConfig config_;
     Priority priority_;
-    struct Free {
-        void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t(64)); }
-    };
-    std::vector<std::unique_ptr<std::byte, Free>> windows_;
+    std::vector<ZeroedWindow> windows_;
     std::vector<std::unique_ptr<Thread>> threads_;
-    std::vector<Operation> operations_;
-    std::vector<Flight> flights_;
+    // Millions in a large run: a deque never holds them twice while it grows.
+    std::deque<Operation> operations_;
+    std::deque<Flight> flights_;
     std::vector<std::vector<std::uint32_t>> by_thread_;  // [thread][number]: operation
     std::vector<Group> groups_;
     std::vector<Outstanding> outstanding_;  // [rank][peer][queue]
     std::set<std::tuple<std::uint64_t, Entity>> ready_;
-    std::vector<Event> log_;
+    std::deque<Event> log_;
     std::vector<Problem> problems_;
     std::vector<Call> calls_;
     std::vector<std::uint32_t> call_counts_;  // [thread]
-    std::vector<std::uint32_t> timed_out_;
+    std::vector<TimedOut> timed_out_;
     StepInfo info_;
     std::uint32_t step_ = 0;
     std::size_t ended_ = 0;
     int arrived_ = 0;
     std::vector<std::uint32_t> arrive_steps_;
     std::map<std::pair<int, std::uint64_t>, std::vector<std::uint64_t>> history_;  // (rank, slot): values; least_waits
-    bool abandoning_ = false;
+    bool abandoning_ = false, stopped_ = false;
 };
 
 }  // namespace hal::checker
