@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,11 +91,41 @@ def test_a_mutation_run_leaves_nothing_unexplained() -> None:
     assert "0 unexplained" in page
 
 
-@pytest.mark.parametrize("name", ["mp-flag", "two-queues", "epoch", "isa2", "cumulative-count", "source-reuse-quiet"])
-def test_programs_run_on_the_host_transport(name: str) -> None:
-    result = on_transport.run(litmus.load(name), "host", 50)
-    assert sum(result.counts.values()) == 50
+RUNNABLE = [name for name, program in litmus.library().items() if not on_transport.unsupported(program)]
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    ("backend", "transport", "states"), [("host", "shm", "shm"), ("ascend", "udma_emulated", "udma")]
+)
+def test_a_transport_does_nothing_that_its_profile_forbids(
+    backend: str, transport: str, states: str, name: str
+) -> None:
+    result = on_transport.run(litmus.load(name), backend, 30, transport=transport)
+    assert result.profile.name == states
+    assert sum(result.counts.values()) == 30
     assert result.forbidden == ()
+
+
+def test_an_outcome_that_the_profile_forbids_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = litmus.run
+    # The model of a program that reads 0 only: the transport's 1 is then an outcome that no delivery order gives.
+    monkeypatch.setattr(litmus, "run", lambda p, under: replace(real(p, under), outcomes=((0,),)))
+    assert main(["litmus", "run", "mp-strong", "--backend", "host", "-n", "5"]) == 1
+    seen = capsys.readouterr()
+    assert "! 1:r0=1" in seen.out
+    assert "the model of shm forbids: 1:r0=1" in seen.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_shipped_kernels_are_right_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every schedule, completion, layout, scenario and profile: what ``hal check ep --all`` promises of a release."""
+    assert main(["check", "ep", "--all"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert ", 0 failed, 0 not exhaustive" in last
 
 
 def test_what_cannot_run_on_a_transport_says_why(capsys: pytest.CaptureFixture[str]) -> None:

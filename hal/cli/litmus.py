@@ -7,6 +7,7 @@ hal litmus run --all
 hal litmus run two-queues --profile gin --diagram
 hal litmus run mine.litmus --profile udma --svg out.svg
 hal litmus run two-queues --backend host -n 1000
+hal litmus run --all --backend ascend --transport udma_emulated -n 100
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="run: every program of the library")
     parser.add_argument("--profile", action="append", help="run: only this profile (may be repeated)")
     parser.add_argument("--backend", help="run: on this backend's transport instead of in the model")
+    parser.add_argument("--transport", help="with --backend: this transport of it")
     parser.add_argument("-n", type=int, default=1000, help="with --backend: how often (default 1000)")
     parser.add_argument("--diagram", action="store_true", help="run: draw the schedule of an allowed bad outcome")
     parser.add_argument("--svg", type=Path, help="run: draw it into this file")
@@ -137,13 +139,15 @@ def _on_transport(programs: Sequence[Any], args: argparse.Namespace, skip: bool)
     from hal.checker.diagram import histogram
 
     status = 0
+    settings = {"transport": args.transport} if args.transport else {}
     for program in programs:
         why = on_transport.unsupported(program)
         if why and skip:
             print(f"{program.name}: not run: {why}")
             continue
-        result = on_transport.run(program, args.backend, args.n)
-        print(f"{program.name} on {args.backend} ({result.profile.name}), {args.n} times, {result.seconds:.2f} s")
+        result = on_transport.run(program, args.backend, args.n, **settings)
+        where = f"{args.transport or args.backend} ({result.profile.name})"
+        print(f"{program.name} on {where}, {args.n} times, {result.seconds:.2f} s")
         print(histogram(result.counts, result.forbidden))
         if result.forbidden:
             status = 1
