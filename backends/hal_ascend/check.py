@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hal_host.engine import combine_dtype
 
 from hal import reference
-from hal.arrays import NUMPY_DTYPES, as_buffer, to_kind
+from hal.arrays import as_buffer, to_kind
+from hal.bench.inputs import as_rows
 from hal.config import ExpertParallelSpec, TopologyConfig
 from hal.errors import HalError
 from hal_ascend import _engine
@@ -51,7 +51,7 @@ class World:
         self.world = _engine.World(ranks, self.nbytes + slack, qp_num=queues + 2, **options)
         self.windows = [np.frombuffer(self.world.heap(rank), np.uint8) for rank in range(ranks)]
         self.launches = _engine.WorldEngines(self.world)
-        element = ELEMENTS[combine_dtype(spec)]
+        element = ELEMENTS[spec.combined_dtype]
         self.engines = []
         for rank, window in enumerate(self.windows):
             base = window.ctypes.data
@@ -135,16 +135,14 @@ class _WrongBits(Exception):
 
 
 def _round(world: World, rng: np.random.Generator) -> None:
-    spec, dtype = world.spec, NUMPY_DTYPES[world.spec.dtype]
+    spec = world.spec
     tokens = [int(rng.integers(0, spec.max_tokens + 1)) for _ in range(world.ranks)]
-    x = [rng.standard_normal((n, spec.hidden)).astype(np.float32).astype(dtype) for n in tokens]
+    x = [as_rows(rng.standard_normal((n, spec.hidden)), spec.dtype) for n in tokens]
     idx = [np.argsort(rng.random((n, spec.num_experts)), axis=1)[:, : spec.top_k].astype(np.int64) for n in tokens]
     weights = [rng.random((n, spec.top_k)).astype(np.float32) for n in tokens]
     scales = [rng.random((n, spec.scale_dim)).astype(np.float32) for n in tokens] if spec.scale_dim else None
     want, handle = reference.dispatch(spec, x, idx, weights, scales)
-    answers = [
-        rng.standard_normal(w.x.shape).astype(np.float32).astype(NUMPY_DTYPES[combine_dtype(spec)]) for w in want
-    ]
+    answers = [as_rows(rng.standard_normal(w.x.shape), spec.combined_dtype) for w in want]
     sums = reference.combine(answers, handle, topology=world.topology)
 
     def work(rank: int) -> None:

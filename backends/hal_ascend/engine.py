@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hal_host.engine import HostEngine, combine_dtype, shape_of
+from hal_host.engine import HostEngine, shape_of
 
 from hal_ascend import _engine
 
@@ -42,7 +42,7 @@ class AscendEngine(HostEngine):
         base = session.address(self._window)
         timeout = session.config.timeout if spec.timeout is None else spec.timeout
         kernels = _engine.Kernels(
-            session.device, shape, session.rank, ELEMENTS[combine_dtype(spec)], base, timeout, session.options.cores
+            session.device, shape, session.rank, ELEMENTS[spec.combined_dtype], base, timeout, session.options.cores
         )
         self._assemble(kernels, spec, shape, base, session.view(self._window).owner)
 
@@ -62,6 +62,12 @@ class AscendEngine(HostEngine):
         self._free = list(range(spec.num_buffers - 1, -1, -1))
         self._in_flight, self._flight_limit = 0, max(1, spec.num_buffers - 1)
         self._copies_sources = False  # the kernels stage every source in registered memory
+
+    def _combine_round(
+        self, x: int, state: Any, topk_weights: int, returns_weights: bool, weighted: bool, kept: bool
+    ) -> Any:
+        # Rows are staged in registered memory whether ``x`` is ``kept`` or not: no peer can read anything else.
+        return self._kernels.combine_send(x, state, topk_weights, returns_weights, weighted)
 
     @property
     def traffic(self) -> dict[str, int]:
