@@ -29,7 +29,7 @@ def finfo(dtype: np.dtype[np.generic]) -> Any:
     return limits(dtype)
 
 
-def largest_of(dtype: np.dtype[np.generic]) -> float:
+def largest_of(dtype: np.dtype[Any]) -> float:
     """The largest value of a type, integer or float."""
     return float(np.iinfo(dtype).max if dtype.kind in "iu" else finfo(dtype).max)
 
