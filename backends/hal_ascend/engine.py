@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hal_host._engine import buffer_parts as window_sizes
 from hal_host.engine import HostEngine, shape_of
 
+from hal.sizing import Part, window_parts
 from hal_ascend import _engine
 
 if TYPE_CHECKING:
@@ -28,6 +30,14 @@ def ascend_shape(spec: ExpertParallelSpec, ranks: int, nodes: int) -> Any:
 def memory_bytes(shape: Any) -> int:
     """Symmetric memory: the window that all backends share, and the registered staging behind it."""
     return int(_engine.window_bytes(shape) + _engine.staging_bytes(shape))
+
+
+def buffer_parts(spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
+    """What :func:`memory_bytes` consists of."""
+    shape = ascend_shape(spec, ranks, nodes)
+    depth = "num_buffers x " if spec.completion == "strong_signal_no_cqe" else ""
+    staging = f"sources, {depth}(max_tokens x (row + scales + 8 B x top_k) + most rows that can arrive x combined row)"
+    return [*window_parts(window_sizes(shape), SIGNAL_STRIDE), Part("staging", _engine.staging_bytes(shape), staging)]
 
 
 class AscendEngine(HostEngine):
