@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hal.errors import BackendUnavailable
 from hal.registry import get_transport
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hal.bootstrap import Bootstrap
     from hal.config import ExpertParallelSpec, HalConfig
     from hal.sizing import Part
+    from hal_ascend.check import Report
 
 
 class AscendBackend:
@@ -31,6 +32,13 @@ class AscendBackend:
         from hal_ascend.engine import buffer_parts
 
         return buffer_parts(spec, ranks, nodes)
+
+    def check_kernels(self, spec: ExpertParallelSpec, ranks: int, nodes: int, **options: Any) -> Report:
+        """:func:`hal_ascend.check.check`."""
+        _require_engine()
+        from hal_ascend.check import check
+
+        return check(spec, ranks, nodes, **options)
 
 
 def _require_engine() -> None:
