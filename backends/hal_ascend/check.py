@@ -24,6 +24,7 @@ from hal.config import ExpertParallelSpec, TopologyConfig
 from hal.errors import CapacityError, ContractError, HalError
 from hal_ascend import _engine
 from hal_ascend.engine import ELEMENTS, AscendEngine, ascend_shape, memory_bytes
+from hal_ascend.session import LEAST_RING
 
 CHUNK_BYTES = 64
 BLOCK_BYTES = 512
@@ -112,14 +113,18 @@ def check(
 ) -> Report:
     """On each seed ``rounds`` dispatches and combines of random routings, then dispatches in flight together (but for
     schedule hierarchical), then one round more. ``mutation`` names a planted defect of _engine.Mutation; ``options`` are
-    _engine.World's. A ring that must hold a round is the smallest that does."""
+    _engine.World's. Rings are the smallest that the completion allows, and begin at 0, before their
+    end, or before the end of 32-bit indices, by turns."""
     if mutation not in _engine.Mutation.__members__:
         raise ContractError(f"unknown mutation '{mutation}'; known: {', '.join(_engine.Mutation.__members__)}")
     chunk = BLOCK_BYTES if spec.completion == "flag_in_block" else CHUNK_BYTES
-    depth = 128 if spec.completion != "strong_signal_no_cqe" else _smallest_ring(ascend_shape(spec, ranks, nodes))
+    depth = LEAST_RING
+    if spec.completion == "strong_signal_no_cqe":
+        depth = _smallest_ring(ascend_shape(spec, ranks, nodes))
     findings, runs, steps = [], 0, 0
     for seed in seeds:
-        settings = {"chunk_bytes": chunk, "sq_depth": depth, "cq_depth": 128, **options}
+        first = (0, depth - 20, 2**32 - 20)[seed % 3]
+        settings = {"chunk_bytes": chunk, "sq_depth": depth, "cq_depth": 128, "first_index": first, **options}
         world = World(
             spec, ranks, nodes, seed=seed, mutation=_engine.Mutation.__members__[mutation], timeout=1.0, **settings
         )
