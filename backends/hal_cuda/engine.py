@@ -11,6 +11,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from hal.arrays import Buffer
 from hal.backend import Received
 from hal.config import ExpertParallelSpec
-from hal.errors import ContractError, HalError, PeerTimeout
+from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal_cuda import native, sizing
-from hal_cuda.faults import Faults
+from hal_cuda.faults import Faults, PeerRefused
 from hal_cuda.layout import HandleLayout, Layout, handle_layout, layout
 from hal_cuda.memory import Allocator
 from hal_cuda.slots import Lease, Slots
@@ -57,8 +58,16 @@ class PendingDispatch:
     lease: Lease
     view: bool
     sequence: int
-    like: Any
-    """The caller's array; kept until the receive half."""
+    """0 = nobody waits for a row count."""
+    call: tuple[Any, ...]
+    """Arguments of launch_dispatch, to do it again; keeps the caller's x until the receive half."""
+
+    @property
+    def like(self) -> Any:
+        return self.call[0]
+
+    def take(self, other: PendingDispatch) -> None:
+        self.state, self.lease, self.view, self.sequence = other.state, other.lease, other.view, other.sequence
 
 
 @dataclass(slots=True)
@@ -93,8 +102,9 @@ class CudaEngine:
         self.library.stream_sync(session.device, 0)
         self._scratch = self._allocate_scratch()
         host, address = c_void_p(), c_uint64()
-        self.library.host_alloc(session.device, 8, byref(host), byref(address))
-        ctypes.memset(host, 0, 8)
+        self.library.host_alloc(session.device, 8 * spec.num_buffers, byref(host), byref(address))
+        ctypes.memset(host, 0, 8 * spec.num_buffers)
+        # One word for each slot: as many dispatches may be on their way.
         self._host_word, self._host_word_address = host.value or 0, int(address.value)
         self._sequence = 0
         self._fixed = spec.schedule == "latency"
@@ -102,6 +112,9 @@ class CudaEngine:
         self._last_stream: int | None = None
         self._combine_open = False
         self._closed = False
+        self._failure: str | None = None
+        self._in_flight = 0
+        self._flight_limit = max(1, spec.num_buffers - 1)
         self._whole = PendingCombine(
             State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 8), 0), None, None, None, False
         )
@@ -143,9 +156,20 @@ class CudaEngine:
         state: State | None,
         stream: int | None,
     ) -> PendingDispatch:
-        return self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND)
+        if self._in_flight == self._flight_limit:
+            raise CapacityError(
+                f"dispatches in flight with num_buffers={self._spec.num_buffers}",
+                self._in_flight + 1,
+                self._flight_limit,
+                "receive an earlier dispatch first, or raise num_buffers",
+            )
+        pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND)
+        self._in_flight += 1
+        return pending
 
     def dispatch_recv(self, pending: PendingDispatch, stream: int | None) -> Received:
+        self._in_flight -= 1
+        self.settle(pending)
         on = self._on(stream)
         args = self._dispatch_args
         self._name_handle(args, pending.state)
@@ -198,21 +222,27 @@ class CudaEngine:
         args.pad_to_rows = 0 if self._fixed or not (capturing or state is not None) else new.rows
         exact = not worst and state is None
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
-        args.sequence, args.host_word = self._sequence, self._host_word_address if exact else 0
+        args.sequence, args.host_word = self._sequence, self._host_word_address + 8 * lease.slot if exact else 0
         self._name_handle(args, new)
         args.blocks, args.threads = self._dispatch_shape(tokens)
         self.library.dispatch(self.description, byref(args), on)
-        return PendingDispatch(new, lease, view, self._sequence if exact else 0, like)
+        call = (like, tokens, addresses, wide, state, stream, phases)
+        return PendingDispatch(new, lease, view, self._sequence if exact else 0, call)
 
     def settle(self, pending: PendingDispatch) -> None:
         """Wait for the row count of a dispatch with exact shapes."""
-        if not pending.sequence:
-            return
-        try:
-            pending.state.rows = self._await_rows(pending.sequence)
-        except HalError:
-            pending.lease.ended = True  # no array comes of it, though the traceback refers to it
-            raise
+        while pending.sequence:
+            try:
+                pending.state.rows = self._await_rows(pending.lease.slot, pending.sequence)
+                pending.sequence = 0
+                return
+            except PeerRefused:
+                # Nothing moved, and that rank's error is its own. Its next dispatch is this one's match.
+                pending.lease.ended = True
+                pending.take(self.launch_dispatch(*pending.call))
+            except HalError:
+                pending.lease.ended = True  # no array comes of it, though the traceback refers to it
+                raise
 
     def slot_address(self, slot: int) -> int:
         return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)
@@ -242,12 +272,12 @@ class CudaEngine:
             state,
         )
 
-    def _await_rows(self, sequence: int) -> int:
+    def _await_rows(self, slot: int, sequence: int) -> int:
         """The row count of an exact dispatch, while its rows still move."""
         rows = c_uint32()
         # The kernel's own limit is the timeout, and it may have to wait for the GPU's earlier work first.
         raw = self.library.raw_await_rows
-        while (status := raw(self._host_word, sequence, self._faults.host, 1.0, byref(rows))) == 1:
+        while (status := raw(self._host_word + 8 * slot, sequence, self._faults.host, 1.0, byref(rows))) == 1:
             self._check()
         self._check()
         if status != 0:
@@ -487,19 +517,29 @@ class CudaEngine:
             self._check()
 
     def _check(self) -> None:
+        if self._failure is not None:
+            raise HalError(f"this communicator can only be closed, since it met a PeerTimeout: {self._failure}")
         try:
             self._faults.check(self._timeout)
-        except PeerTimeout:
+        except PeerTimeout as error:
+            self._failure = str(error)
             self._session.fail()
             raise
+
+    def drain(self) -> None:
+        """Until this rank's launches have ended."""
+        if not self._closed:
+            with suppress(HalError):  # the caller's stream may be gone, and its launches with it
+                self.library.stream_sync(self._session.device, self._last_stream or 0)
 
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
         if self._session._failed:
+            self._closed = True
             return  # kernels may still run into their limit; the memory goes with the process
-        self.library.stream_sync(self._session.device, self._last_stream or 0)
+        self.drain()
+        self._closed = True
         if len(self._slots.free()) < self._spec.num_buffers:
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)

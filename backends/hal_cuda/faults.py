@@ -11,6 +11,13 @@ from hal.errors import ContractError, PeerTimeout
 from hal_cuda import native
 
 
+class PeerRefused(ContractError):
+    """Another rank's ids broke the contract: this rank's part of the round is to be done again with that rank's next."""
+
+
+_REASONS = ("no answer", "it failed and said so", "it closed its communicator")
+
+
 class Faults:
     """One record that the device writes and the host reads without asking the device."""
 
@@ -23,7 +30,7 @@ class Faults:
         self.host, self.address = host.value or 0, int(address.value)
         self.record: Any = native.Error.from_address(self.host)
 
-    def check(self, timeout: float, *, top_k: int = 0) -> None:
+    def check(self, timeout: float) -> None:
         """Raise what was reported since the last look. After a PeerTimeout the record stays: nothing goes on."""
         kind = self.record.kind
         if kind == 0:
@@ -37,8 +44,8 @@ class Faults:
                 queue=record.queue,
                 expected=record.expected >> 32 if stamped else record.expected,
                 seen=record.seen >> 32 if stamped else record.seen,
-                seconds=timeout,
-                reason="it failed and said so" if record.detail == 1 else "no answer",
+                seconds=timeout if record.detail == 0 else 0.0,
+                reason=_REASONS[record.detail],
             )
         copy = native.Error.from_buffer_copy(record)
         ctypes.memset(self.host, 0, ctypes.sizeof(native.Error))
@@ -57,7 +64,7 @@ def _refusal(record: Any) -> ContractError:
             "ranks pass a handle or none does; nothing was sent"
         )
     if record.token < 0:
-        return ContractError(
+        return PeerRefused(
             f"rank {record.rank} gave ids that break the contract, so this dispatch moved nothing; its own error names them"
         )
     if record.detail == native.BAD_DUPLICATE:

@@ -19,13 +19,13 @@ TIMEOUT, BAD_INPUT, MIXED_HANDLES = 1, 2, 3
 BAD_ID, BAD_DUPLICATE = 1, 2
 STAGES = (
     "none",
-    "dispatch: rows of the round before",
-    "dispatch: header",
+    "dispatch rows of the round before",
+    "dispatch header",
     "this GPU's own blocks",
-    "dispatch: rows",
-    "combine: ready",
-    "combine: rows",
-    "combine: rows read",
+    "dispatch rows",
+    "combine ready",
+    "combine rows",
+    "combine rows read",
     "wait",
     "barrier",
 )

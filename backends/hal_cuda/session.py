@@ -20,6 +20,7 @@ from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
 
 _LINE = 64
+_CLOSED = 1 << 32
 _CLOSE_SECONDS = 1.0
 """How long a healthy rank waits at close for peers that may still write here."""
 
@@ -195,17 +196,24 @@ class CudaSession:
     def abort(self, reason: str) -> None:
         """End the peers' waits. The reason travels by the bootstrap; the word names this rank."""
         self._failed = True
+        self._end_waits(2 + self.rank)
+
+    def _end_waits(self, value: int) -> None:
         with suppress(HalError):
-            word = self._staging.word(2 + self.rank)
+            word = self._staging.word(value)
             for peer in range(self.world_size):
                 if peer != self.rank:
                     self.library.copy(self.device, self.abort_word(peer), word, 8, self.stream)
+            self.library.stream_sync(self.device, self.stream)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         if not self._failed and self.world_size > 1:
+            for engine in list(self._engines):
+                engine.drain()  # what this rank owes its peers is out before they are told that it has gone
+            self._end_waits(_CLOSED | (2 + self.rank))
             # A peer may be ahead by one word that it still writes here; give it the time to finish.
             with suppress(HalError, ContractError):
                 self._bootstrap.all_gather(None, "closing", _CLOSE_SECONDS)

@@ -17,15 +17,14 @@ from hal.config import ExpertParallelSpec
 class Rates:
     """GB/s. Defaults: H200, both directions of NVLink busy (docs/performance_cuda.md)."""
 
-    link: float = 370.0
+    link: float = 362.0
     """Of one direction, by 16-byte stores."""
-    link_read: float = 337.0
+    link_read: float = 335.0
     """The same by loads."""
-    sm_store: float = 52.0
-    """Of one multiprocessor, local and remote together."""
-    sm_load: float = 90.0
-    """Of one multiprocessor from local memory."""
-    sm_load_remote: float = 50.0
+    sm_store: float = 41.0
+    """Of one multiprocessor, local and remote together, each row loaded once."""
+    sm_load: float = 23.0
+    """Of one multiprocessor that sums rows, local and remote together."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def combine_estimate(
     if spec.layout == "expert":
         own *= spec.top_k / ranks / sent
     if not push:
-        return _estimate(link, tokens * row_bytes, own, rates.link_read, rates)
+        return _estimate(link, tokens * row_bytes, own + link, rates.link_read, rates)
     reads = link * (spec.top_k / ranks / sent if spec.layout == "expert" else 1.0)
     return _estimate(link, link + tokens * row_bytes, reads + link + own, rates.link, rates)
 

@@ -33,7 +33,7 @@ enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.deta
 
 typedef struct hal_cuda_error {
     uint32_t claimed;
-    int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank gave up */
+    int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank gave up, 2 = it closed */
     int32_t token, expert;                    /* BAD_INPUT: where, and the id found there */
     uint64_t expected, seen;
 } hal_cuda_error;
@@ -46,7 +46,8 @@ typedef struct hal_cuda_ep {
     uint64_t state;   /* this rank's counters (struct State), device memory, zeroed at the start */
     uint64_t scratch; /* this rank's own: bits of the directory, then counts by block and expert */
     uint64_t error;   /* hal_cuda_error in pinned memory, device address */
-    uint64_t abort;   /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up */
+    uint64_t abort;   /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up,
+                             the same with bit 32 = rank r closed */
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;

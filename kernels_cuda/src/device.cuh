@@ -101,12 +101,21 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
             value = load();
             if (ok(value)) return true;
         }
-        const std::uint64_t abort = load_relaxed(reinterpret_cast<const std::uint64_t*>(ep.abort));
+        std::uint64_t abort = load_acquire(reinterpret_cast<const std::uint64_t*>(ep.abort));
         if (abort == 1) return false;
+        if (abort != 0) {  // what that rank wrote before its last word is visible now, so look once more
+            value = load();
+            if (ok(value)) return true;
+        }
+        // A rank that closed had done all it was asked to before: only who waits for it waits in vain.
+        const int who = static_cast<int>(static_cast<std::uint32_t>(abort)) - 2;
+        const bool closed = abort >> 32 != 0;
+        if (closed && who != rank) abort = 0;
         if (abort == 0 && nanoseconds() - start <= ep.timeout_ns) continue;
         hal_cuda_error what{};
-        what.kind = HAL_CUDA_TIMEOUT, what.rank = abort > 1 ? static_cast<int>(abort - 2) : rank, what.stage = stage;
-        what.detail = abort > 1, what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
+        what.kind = HAL_CUDA_TIMEOUT, what.rank = abort != 0 ? who : rank, what.stage = stage;
+        what.detail = abort == 0 ? 0 : closed ? 2 : 1;
+        what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
         report(ep, what, true);
         return false;
     }

@@ -15,12 +15,13 @@
 namespace hal::cuda {
 namespace {
 
-#define HAL_NCCL_FUNCTIONS(_)                                                                                          \
-    _(ncclGetVersion)                                                                                                  \
-    _(ncclGetErrorString) _(ncclGetLastError) _(ncclGetUniqueId) _(ncclCommInitRankConfig) _(ncclCommDestroy)          \
-        _(ncclCommAbort) _(ncclCommCount) _(ncclCommUserRank) _(ncclMemAlloc) _(ncclMemFree) _(ncclCommWindowRegister) \
-            _(ncclCommWindowDeregister) _(ncclGetLsaDevicePointer) _(ncclCommQueryProperties) _(ncclDevCommCreate)     \
-                _(ncclDevCommDestroy)
+// clang-format off
+#define HAL_NCCL_FUNCTIONS(_) \
+    _(ncclGetVersion) _(ncclGetErrorString) _(ncclGetLastError) _(ncclGetUniqueId) _(ncclCommInitRankConfig) \
+    _(ncclCommDestroy) _(ncclCommAbort) _(ncclMemAlloc) _(ncclMemFree) _(ncclCommWindowRegister) \
+    _(ncclCommWindowDeregister) _(ncclGetLsaDevicePointer) _(ncclCommQueryProperties) _(ncclDevCommCreate) \
+    _(ncclDevCommDestroy)
+// clang-format on
 
 struct Nccl {
     void* library = nullptr;

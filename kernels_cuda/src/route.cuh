@@ -18,7 +18,7 @@ __device__ __forceinline__ int expert_id(const hal_cuda_dispatch_args& a, int en
     if (a.cached) return reinterpret_cast<const std::int32_t*>(a.idx)[entry];
     if (!a.idx_is_64) return __ldg(reinterpret_cast<const std::int32_t*>(a.topk_idx) + entry);
     const long long id = __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry);
-    return id < -1 || id > 0x7fffffffll ? -2 : static_cast<int>(id);  // -2: no id at all, so out of range
+    return id < -0x7fffffffll || id > 0x7fffffffll ? -2 : static_cast<int>(id);  // -2: out of range, as any such id is
 }
 
 // kCount ids, of the entries that `entry(i)` names (negative = none, which gives -1): all loads are issued together.
@@ -35,7 +35,8 @@ __device__ __forceinline__ void expert_ids(const hal_cuda_dispatch_args& a, int 
     for (int i = 0; i < kCount; ++i)
         wide[i] = entry(i) >= 0 ? __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry(i)) : -1;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) id[i] = wide[i] < -1 || wide[i] > 0x7fffffffll ? -2 : static_cast<int>(wide[i]);
+    for (int i = 0; i < kCount; ++i)
+        id[i] = wide[i] < -0x7fffffffll || wide[i] > 0x7fffffffll ? -2 : static_cast<int>(wide[i]);
 }
 
 // Inclusive sum over the warp.

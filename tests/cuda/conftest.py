@@ -74,7 +74,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         check=False,
     ).stdout.split()
     record = {
-        "what": "tests marked cuda",
+        "what": "tests/cuda",
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "machine": f"{gpus()} x {_facts['gpu']}",
         "driver": driver[0] if driver else "",
