@@ -127,7 +127,9 @@ class Bench:
         """One shape: dispatch, combine, and the pair."""
         import hal_cuda.engine as engine_module
 
-        fp8 = dtype.startswith("float8")
+        from hal.config import QUANTISED_DTYPES
+
+        quantised = dtype in QUANTISED_DTYPES
         before = engine_module.PULL_TOKENS
         if pull is not None:
             engine_module.PULL_TOKENS = 1 << 30 if pull else 0
@@ -138,7 +140,7 @@ class Bench:
             max_tokens=tokens,
             dtype=dtype,
             layout=layout,
-            scale_dim=HIDDEN // 128 if fp8 else 0,
+            scale_dim=HIDDEN // 128 if quantised else 0,
             num_buffers=3,
             schedule="hierarchical" if by_rank else "direct",
         )

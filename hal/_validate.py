@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hal.arrays import ITEMSIZE, Buffer, as_numpy, dtype_name
-from hal.config import ExpertParallelSpec
+from hal.config import QUANTISED_DTYPES, ExpertParallelSpec, combined_dtype
 from hal.errors import CapacityError, ContractError
 
-DISPATCH_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+DISPATCH_DTYPES = (*COMBINE_DTYPES, *QUANTISED_DTYPES)
 LAYOUTS = ("rank", "expert")
 SCHEDULES = ("direct", "hierarchical", "latency")
 COMPLETIONS = ("strong_signal", "strong_signal_no_cqe", "strong_last", "flag_in_block")
@@ -43,7 +42,7 @@ def complete_spec(spec: ExpertParallelSpec, world_size: int, timeout: float) -> 
         )
     }
     dtype = _choice("dtype", dtype_name(spec.dtype), DISPATCH_DTYPES)
-    combine = spec.combine_dtype or ("bfloat16" if dtype in FP8_DTYPES else dtype)
+    combine = combined_dtype(dtype, spec.combine_dtype)
     spec = replace(
         spec,
         **counts,
@@ -102,9 +101,9 @@ def _check_rows(spec: ExpertParallelSpec) -> None:
                 f"hidden={spec.hidden} with {name}={dtype} gives rows of {spec.hidden * ITEMSIZE[dtype]} bytes, not a "
                 f"multiple of {_ROW_BYTES}: pad hidden to {-(-spec.hidden // step) * step}"
             )
-    if spec.scale_dim and spec.dtype not in FP8_DTYPES:
+    if spec.scale_dim and spec.dtype not in QUANTISED_DTYPES:
         raise ContractError(
-            f"scale_dim={spec.scale_dim} with dtype={spec.dtype}: scales go with {' or '.join(FP8_DTYPES)} only, "
+            f"scale_dim={spec.scale_dim} with dtype={spec.dtype}: scales go with {', '.join(QUANTISED_DTYPES)} only, "
             "leave scale_dim at 0"
         )
 
@@ -225,7 +224,7 @@ def check_scales(spec: ExpertParallelSpec, scales: Buffer | None, tokens: int) -
     if not spec.scale_dim:
         raise ContractError(
             f"unexpected scales of shape {scales.shape}: this ExpertParallel was made with scale_dim=0, "
-            "leave them out, or make it with scale_dim and an fp8 dtype"
+            f"leave them out, or make it with scale_dim and a dtype of {', '.join(QUANTISED_DTYPES)}"
         )
     check_dtype("scales", scales, "float32")
     check_shape("scales", scales, (tokens, spec.scale_dim), "[tokens, scale_dim]")

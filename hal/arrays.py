@@ -61,6 +61,15 @@ def dtype_name(dtype: Any) -> str:
     return text
 
 
+def rounded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """``values`` in HAL's type ``dtype``, to nearest; integer types saturate."""
+    kind = NUMPY_DTYPES[dtype]
+    if kind.kind in "iu":
+        info = np.iinfo(kind)
+        values = np.clip(np.rint(values), info.min, info.max)
+    return values.astype(kind)
+
+
 # --- in ------------------------------------------------------------------------------------------------------------
 
 

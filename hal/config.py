@@ -10,6 +10,14 @@ from typing import Any
 
 from hal.errors import ContractError
 
+QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+"""Rows of these are dispatched and never summed: they may carry scales, and they carry no gradient."""
+
+
+def combined_dtype(dtype: str, combine_dtype: str | None) -> str:
+    """Of combined rows: ``combine_dtype``, else the dispatched rows' own, or bfloat16 where these are quantised."""
+    return combine_dtype or ("bfloat16" if dtype in QUANTISED_DTYPES else dtype)
+
 
 def config_directory() -> Path:
     """The folder on Hydra's search path: inside the package when installed, in the source tree when editable."""
@@ -81,11 +89,11 @@ class ExpertParallelSpec:
     hidden: int
     max_tokens: int
     dtype: str = "bfloat16"
-    """Of dispatched rows: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2."""
+    """Of dispatched rows: bfloat16, float16, float32, or one of :data:`QUANTISED_DTYPES`."""
     combine_dtype: str | None = None
-    """Of combined rows; None = ``dtype``, or bfloat16 when that is an fp8 type."""
+    """Of combined rows; None = ``dtype``, or bfloat16 when that is quantised."""
     scale_dim: int = 0
-    """float32 scales for each row; fp8 only."""
+    """float32 scales for each row; quantised rows only."""
     layout: str = "rank"
     alignment: int = 1
     """Layout expert: each group's start is a multiple of this many rows."""
@@ -95,6 +103,11 @@ class ExpertParallelSpec:
     """Receive slots (docs/contract.md, Lifetime)."""
     timeout: float | None = None
     """Seconds; None = the communicator's."""
+
+    @property
+    def combined_dtype(self) -> str:
+        """Of combined rows; see :func:`combined_dtype`."""
+        return combined_dtype(self.dtype, self.combine_dtype)
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ class WorkloadConfig:
     dtype: str = "bfloat16"
     combine_dtype: str | None = None
     scale_block: int = 0
-    """fp8: elements that share one scale; 0 = no scales."""
+    """Quantised rows: elements that share one scale; 0 = no scales."""
     skew: float = 0.0
     """Expert at place ``i`` of a seeded shuffle is chosen with probability ~ 1 / (i + 1) ** skew; 0 = uniform."""
     seed: int = 0
@@ -154,13 +167,13 @@ class WorkloadConfig:
 
     @property
     def combined_dtype(self) -> str:
-        """Of combined rows: ``combine_dtype``, else ``dtype``, or bfloat16 when that is an fp8 type."""
-        return self.combine_dtype or ("bfloat16" if self.dtype.startswith("float8") else self.dtype)
+        """Of combined rows; see :func:`combined_dtype`."""
+        return combined_dtype(self.dtype, self.combine_dtype)
 
     @property
     def scale_dim(self) -> int:
-        """float32 scales for each row; fp8 only."""
-        return self.hidden // self.scale_block if self.scale_block and self.dtype.startswith("float8") else 0
+        """float32 scales for each row; quantised rows only."""
+        return self.hidden // self.scale_block if self.scale_block and self.dtype in QUANTISED_DTYPES else 0
 
 
 @dataclass(frozen=True)

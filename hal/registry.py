@@ -38,10 +38,15 @@ def transports(backend: str | None = None) -> dict[str, TransportSpec]:
     return {name: spec for name, spec in specs.items() if backend is None or backend in spec.backends}
 
 
+def known_backend(name: str) -> BackendSpec:
+    """A registered backend, usable here or not, for what needs no device. ContractError for an unknown name."""
+    return _import(_find(BACKENDS, "backend", name), BackendSpec)
+
+
 def get_backend(name: str, transport: str | None = None) -> BackendSpec:
     """A usable backend, or one whose device ``transport`` emulates. ContractError for an unknown name,
     BackendUnavailable (reason and fix) for an unusable one."""
-    spec = _import(_find(BACKENDS, "backend", name), BackendSpec)
+    spec = known_backend(name)
     if transport is None or not get_transport(transport, name).brings_device:
         _require_usable(name, spec.probe())
     return spec

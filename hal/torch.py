@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hal._validate import FP8_DTYPES
+from hal.config import QUANTISED_DTYPES
 from hal.errors import ContractError
 from hal.expert_parallel import Dispatched, Handle
 
@@ -47,7 +47,7 @@ def dispatch(
     """:meth:`ExpertParallel.dispatch` whose ``x`` and ``topk_weights`` carry gradients.
 
     ``x`` [tokens, hidden]; ``topk_idx`` [tokens, top_k]; ``topk_weights`` [tokens, top_k] float32. Its gradient is in
-    ``x``'s dtype, summed in float32 as combine sums. fp8 rows have no gradient: ContractError if ``x`` requires one.
+    ``x``'s dtype, summed in float32 as combine sums. Quantised rows have no gradient: ContractError if ``x`` requires one.
     """
     _require_gradient_dtype(ep, x)
     rows, weights, out = _Dispatch.apply(ep, x, topk_weights, (topk_idx, handle))  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ def _plain(handle: Handle) -> Handle:
 
 
 def _require_gradient_dtype(ep: ExpertParallel, x: torch.Tensor) -> None:
-    if ep.spec.dtype in FP8_DTYPES and x.requires_grad and torch.is_grad_enabled():
+    if ep.spec.dtype in QUANTISED_DTYPES and x.requires_grad and torch.is_grad_enabled():
         raise ContractError(
             f"gradients cannot travel as {ep.spec.dtype} rows: train through an ExpertParallel of bfloat16, float16 or "
             "float32, or pass x.detach()"

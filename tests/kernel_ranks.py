@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from hal_host import _engine
-from hal_host.engine import HostEngine, combine_dtype, shape_of
+from hal_host.engine import HostEngine, shape_of
 
 from hal import reference
-from hal.arrays import NUMPY_DTYPES, as_buffer, to_kind
+from hal.arrays import as_buffer, to_kind
+from hal.bench.inputs import as_rows
 from hal.config import ExpertParallelSpec, TopologyConfig
 
 GUARD = 4096
@@ -79,7 +80,7 @@ class Tokens:
 
 
 def random_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any:
-    return rng.standard_normal(shape).astype(np.float32).astype(NUMPY_DTYPES[dtype])
+    return as_rows(rng.standard_normal(shape), dtype)
 
 
 def random_tokens(
@@ -205,7 +206,7 @@ def round_trip(
         received = dispatch_all(world, tokens, [r.state for r in received])
         handle = expect_dispatch(world, tokens, received)
     states = [r.state for r in received]
-    dtype = combine_dtype(spec)
+    dtype = spec.combined_dtype
     y = [random_rows(rng, r.x.shape, dtype) for r in received]
     expect_combine(world, handle, y, combine_all(world, y, states))
     weights = [rng.random(r.topk_weights.shape).astype(np.float32) for r in received]

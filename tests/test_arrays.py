@@ -27,7 +27,7 @@ def _wide_types():
         yield
 
 
-DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "int64", "uint8"]
+DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64", "uint8"]
 LIBRARIES = ["numpy", "torch", "jax"]
 SHAPE = (3, 16)
 SENTINEL = 0xA5

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hal_ascend import ACLSHMEM, SPEC, probe
+from hal_ascend import ACLSHMEM, SPEC, aclshmem, probe
 from hal_ascend.aclshmem import AclshmemSession
 from hal_ascend.library import RELEASES, SIGNATURES, Library
 from kernel_ranks import random_tokens, same_bits
@@ -166,3 +166,11 @@ def one_rank_round(session: AclshmemSession, spec: ExpertParallelSpec) -> None:
     y, _ = engine.combine_recv(engine.combine_send(received.x, received.state, None, True, None), (), None)
     same_bits("y", to_kind(y, "numpy"), reference.combine([want[0].x], handle, weighted=True)[0])
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["HAL_ASCEND_CORES", "HAL_ASCEND_HEAP_BYTES"])
+@pytest.mark.parametrize("value", ["0", "-1", "eight"])
+def test_a_device_of_impossible_shape_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ContractError, match=name):
+        aclshmem._positive(name, 8)

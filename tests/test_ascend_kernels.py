@@ -11,11 +11,11 @@ from ascend_ranks import WorldRanks
 from hal_ascend import _engine
 from kernel_ranks import dispatch_all, expect_dispatch, random_tokens, round_trip
 
-from hal.config import ExpertParallelSpec
+from hal._validate import DISPATCH_DTYPES
+from hal.config import QUANTISED_DTYPES, ExpertParallelSpec
 from hal.errors import ContractError
 
 SPEC = ExpertParallelSpec(num_experts=8, top_k=3, hidden=32, max_tokens=7)
-DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 COMPLETIONS = ("strong_signal", "strong_signal_no_cqe", "strong_last", "flag_in_block")
 SCHEDULES = (("direct", 1), ("latency", 1), ("hierarchical", 2))
 
@@ -32,9 +32,9 @@ def options(completion: str, seed: int) -> dict[str, object]:
 @pytest.mark.parametrize("completion", COMPLETIONS)
 @pytest.mark.parametrize(("schedule", "nodes"), SCHEDULES)
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DISPATCH_DTYPES)
 def test_every_type_layout_schedule_and_completion(dtype, layout, schedule, nodes, completion):
-    scale_dim = 3 if dtype.startswith("float8") else 0
+    scale_dim = 3 if dtype in QUANTISED_DTYPES else 0
     spec = replace(SPEC, dtype=dtype, layout=layout, schedule=schedule, completion=completion, scale_dim=scale_dim)
     for seed in range(3):
         rng = np.random.default_rng(seed)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -40,9 +41,10 @@ def received(sources: list[Inputs], rank: int, layout: str) -> SimpleNamespace:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-def test_every_wrong_element_of_a_dispatch_is_counted(layout: str) -> None:
-    sources = [inputs(WORK, rank, 6) for rank in range(2)]
+def test_every_wrong_element_of_a_dispatch_is_counted(layout: str, dtype: str) -> None:
+    sources = [inputs(replace(WORK, dtype=dtype), rank, 6) for rank in range(2)]
     out = received(sources, 1, layout)
     assert wrong_dispatch(out, sources, 1, 4, layout) == 0
     for field, index in (("x", (0, 3)), ("x", (-1, 0)), ("scales", (1, 1)), ("topk_weights", (0, ...))):

@@ -84,6 +84,8 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["doctor", "--require", "abacus"], ["abacus", "host"]),
         (["size", "ranks=4", "topology.nodes=3"], ["4 ranks", "3 equal nodes"]),
         (["size", "ranks=5"], ["16", "5"]),
+        (["size", "backend=cuda", "completion=strong_last"], ["strong_last", "UDMA queues"]),
+        (["size", "backend=cudda"], ["backend=cudda", "cuda"]),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_do(
@@ -178,10 +180,12 @@ def test_env_names_the_versions() -> None:
 # --- size -----------------------------------------------------------------------------------------------------------
 
 
-def test_size_is_what_an_expert_parallel_allocates() -> None:
+@pytest.mark.parametrize("backend", [[], ["backend=ascend", "transport=udma_emulated"]])
+def test_size_is_what_an_expert_parallel_allocates(backend: list[str]) -> None:
     import hal as package
 
-    words = ["schedule=hierarchical", "topology.nodes=2", "layout=expert", "alignment=8", "workload.hidden=64"]
+    words = [
+        *backend, "schedule=hierarchical", "topology.nodes=2", "layout=expert", "alignment=8", "workload.hidden=64"]
     told = json.loads(ok("size", "--json", *words))
     assert told["total"] == sum(part["nbytes"] for part in told["parts"])
     assert all(part["formula"] for part in told["parts"])
@@ -192,6 +196,21 @@ def test_size_is_what_an_expert_parallel_allocates() -> None:
             return ep.buffer_bytes
 
     assert package.spawn(settings.ranks, allocated, config=settings.connection) == [told["total"]] * settings.ranks
+
+
+def test_size_needs_no_device() -> None:
+    from hal_cuda.layout import layout
+
+    import hal as package
+    from hal._validate import complete_spec
+
+    for words in (["workload=v3_decode"], ["workload=v3_prefill", "layout=expert"]):
+        told = json.loads(ok("size", "--json", "backend=cuda", "ranks=8", *words))
+        assert told["total"] == sum(part["nbytes"] for part in told["parts"])
+        spec = complete_spec(package.load_config(words).expert_parallel, 8, 1.0)
+        push = spec.layout == "rank" and spec.max_tokens > 512
+        assert told["total"] == layout(spec, 8, push).total
+    assert "staging" in ok("size", "backend=ascend", "workload=v3_decode", "ranks=8")
 
 
 def test_size_explains_each_part() -> None:

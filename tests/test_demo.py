@@ -69,6 +69,7 @@ def test_the_demo_takes_a_saved_routing(tmp_path: Path) -> None:
         ["schedule=hierarchical", "topology.nodes=2", "layout=expert"],
         ["schedule=latency", "layout=expert", "completion=flag_in_block"],
         ["workload.dtype=float8_e4m3fn", "workload.scale_block=16", "completion=strong_last"],
+        ["workload.dtype=int8", "workload.scale_block=16", "layout=expert"],
         ["workload.dtype=float32", "workload.skew=2"],
     ],
 )

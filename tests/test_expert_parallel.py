@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
 from standin import Rank, run
 
-from hal.arrays import as_buffer
+from hal.arrays import NUMPY_DTYPES, as_buffer
+from hal.config import QUANTISED_DTYPES
 from hal.errors import CapacityError, ContractError
 from hal.expert_parallel import Event
 
@@ -49,7 +49,7 @@ def alone(**changes):
         ({"hidden": 18}, ["hidden=18", "72 bytes", "multiple of 16", "pad hidden to 20"]),
         ({"hidden": 8, "dtype": "float8_e4m3fn"}, ["hidden=8", "8 bytes", "pad hidden to 16"]),
         ({"max_tokens": 0}, ["max_tokens=0", "at least 1"]),
-        ({"dtype": "int8"}, ["dtype='int8'", "bfloat16, float16, float32"]),
+        ({"dtype": "int16"}, ["dtype='int16'", "bfloat16, float16, float32"]),
         ({"dtype": "float4"}, ["float4"]),
         ({"combine_dtype": "float8_e5m2"}, ["combine_dtype='float8_e5m2'", "bfloat16, float16, float32"]),
         ({"scale_dim": 2}, ["scale_dim=2", "float32", "leave scale_dim at 0"]),
@@ -181,9 +181,11 @@ def test_too_many_tokens():
     assert (error.value.needed, error.value.given) == (33, 32)
 
 
-def test_scales_go_with_fp8():
-    ep = alone(dtype="float8_e4m3fn", scale_dim=2)
-    x = np.ones((5, 16), ml_dtypes.float8_e4m3fn)
+@pytest.mark.parametrize("dtype", QUANTISED_DTYPES)
+def test_scales_go_with_quantised_rows(dtype):
+    ep = alone(dtype=dtype, scale_dim=2)
+    assert ep.spec.combine_dtype == "bfloat16"
+    x = np.ones((5, 16), NUMPY_DTYPES[dtype])
     idx, scales = routing(5, np.random.default_rng(0)), np.arange(10, dtype=F32).reshape(5, 2)
     for bad, words in (
         (None, "scales are missing"),

@@ -26,11 +26,11 @@ from kernel_ranks import (
     round_trip,
 )
 
+from hal._validate import DISPATCH_DTYPES
 from hal.arrays import as_buffer, to_kind
-from hal.config import ExpertParallelSpec
+from hal.config import QUANTISED_DTYPES, ExpertParallelSpec
 
 SPEC = ExpertParallelSpec(num_experts=8, top_k=3, hidden=32, max_tokens=7)
-DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 LAYOUTS = ("rank", "expert")
 COMPLETIONS = ("strong_signal", "strong_signal_no_cqe", "strong_last", "flag_in_block")
 SCHEDULES = (("direct", 1), ("latency", 1), ("hierarchical", 2))
@@ -39,9 +39,9 @@ SCHEDULES = (("direct", 1), ("latency", 1), ("hierarchical", 2))
 @pytest.mark.parametrize("completion", COMPLETIONS)
 @pytest.mark.parametrize(("schedule", "nodes"), SCHEDULES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DISPATCH_DTYPES)
 def test_every_type_layout_schedule_and_completion(dtype, layout, schedule, nodes, completion):
-    scale_dim = 3 if dtype.startswith("float8") else 0
+    scale_dim = 3 if dtype in QUANTISED_DTYPES else 0
     spec = replace(SPEC, dtype=dtype, layout=layout, schedule=schedule, completion=completion, scale_dim=scale_dim)
     rng = np.random.default_rng(1)
     with Ranks(spec, 4, nodes) as world:
@@ -224,7 +224,7 @@ def worlds(draw):
     local = draw(st.integers(1, 4))
     layout = draw(st.sampled_from(LAYOUTS))
     schedule = draw(st.sampled_from(["direct", "latency", "hierarchical"]))
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype = draw(st.sampled_from(DISPATCH_DTYPES))
     max_tokens = draw(st.integers(1, 12))
     alignment = draw(st.integers(1, 9)) if layout == "expert" and schedule != "latency" else 1
     spec = ExpertParallelSpec(
@@ -234,7 +234,7 @@ def worlds(draw):
         max_tokens=max_tokens,
         dtype=dtype,
         combine_dtype=draw(st.sampled_from([None, "float32"])),
-        scale_dim=draw(st.integers(1, 5)) if dtype.startswith("float8") else 0,
+        scale_dim=draw(st.integers(1, 5)) if dtype in QUANTISED_DTYPES else 0,
         layout=layout,
         alignment=alignment,
         schedule=schedule,

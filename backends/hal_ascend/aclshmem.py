@@ -63,6 +63,14 @@ class TorchNpu:
         return int(self._torch.npu.current_stream(self.device).npu_stream)
 
 
+def _positive(name: str, default: int) -> int:
+    """A number from the environment."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < 1:
+        raise ContractError(f"{name} is {text!r}; give a number of at least 1")
+    return int(text)
+
+
 class Memory:
     """A symmetric allocation; views of it hold it."""
 
@@ -89,8 +97,7 @@ class AclshmemSession:
         self.profile = profile("udma")
         self.library = library or Library()
         self.platform: Platform = platform or TorchNpu(self.rank)
-        self.cores = int(os.environ.get("HAL_ASCEND_CORES", "8"))
-        heap = int(os.environ.get("HAL_ASCEND_HEAP_BYTES", str(4 << 30)))
+        self.cores, heap = _positive("HAL_ASCEND_CORES", 8), _positive("HAL_ASCEND_HEAP_BYTES", 4 << 30)
         bootstrap.agree("Ascend session", {"cores": self.cores, "heap bytes": heap, "queues": self.queues})
         uid = ctypes.create_string_buffer(UNIQUE_ID_BYTES)
         if self.rank == 0:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hal_host.engine import HostEngine, combine_dtype, shape_of
+from hal_host._engine import buffer_parts as window_sizes
+from hal_host.engine import HostEngine, shape_of
 
+from hal.sizing import Part, window_parts
 from hal_ascend import _engine
 
 if TYPE_CHECKING:
@@ -30,6 +32,14 @@ def memory_bytes(shape: Any) -> int:
     return int(_engine.window_bytes(shape) + _engine.staging_bytes(shape))
 
 
+def buffer_parts(spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
+    """What :func:`memory_bytes` consists of."""
+    shape = ascend_shape(spec, ranks, nodes)
+    depth = "num_buffers x " if spec.completion == "strong_signal_no_cqe" else ""
+    staging = f"sources, {depth}(max_tokens x (row + scales + 8 B x top_k) + most rows that can arrive x combined row)"
+    return [*window_parts(window_sizes(shape), SIGNAL_STRIDE), Part("staging", _engine.staging_bytes(shape), staging)]
+
+
 class AscendEngine(HostEngine):
     """The Ascend kernels' :class:`hal.backend.Engine`, here on the emulated device, whose memory the host can read."""
 
@@ -42,7 +52,7 @@ class AscendEngine(HostEngine):
         base = session.address(self._window)
         timeout = session.config.timeout if spec.timeout is None else spec.timeout
         kernels = _engine.Kernels(
-            session.device, shape, session.rank, ELEMENTS[combine_dtype(spec)], base, timeout, session.options.cores
+            session.device, shape, session.rank, ELEMENTS[spec.combined_dtype], base, timeout, session.options.cores
         )
         self._assemble(kernels, spec, shape, base, session.view(self._window).owner)
 
@@ -62,6 +72,12 @@ class AscendEngine(HostEngine):
         self._free = list(range(spec.num_buffers - 1, -1, -1))
         self._in_flight, self._flight_limit = 0, max(1, spec.num_buffers - 1)
         self._copies_sources = False  # the kernels stage every source in registered memory
+
+    def _combine_round(
+        self, x: int, state: Any, topk_weights: int, returns_weights: bool, weighted: bool, kept: bool
+    ) -> Any:
+        # Rows are staged in registered memory whether ``x`` is ``kept`` or not: no peer can read anything else.
+        return self._kernels.combine_send(x, state, topk_weights, returns_weights, weighted)
 
     @property
     def traffic(self) -> dict[str, int]:

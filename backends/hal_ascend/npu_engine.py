@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hal_host.engine import Lease, combine_dtype
+from hal_host.engine import Lease
 
 from hal.arrays import ITEMSIZE, Buffer
 from hal.backend import Received
@@ -30,7 +30,7 @@ SIGNAL_STRIDE = 512
 
 def shape_words(spec: ExpertParallelSpec, ranks: int, nodes: int, cores: int, queues: int) -> Any:
     """The settings as kernels_ascend/device/c_abi.h takes them."""
-    combined = combine_dtype(spec)
+    combined = spec.combined_dtype
     words = (
         ranks, nodes, spec.num_experts, spec.top_k, spec.max_tokens, spec.alignment, spec.num_buffers, spec.scale_dim,
         spec.hidden * ITEMSIZE[spec.dtype], spec.hidden * ITEMSIZE[combined], SIGNAL_STRIDE, LAYOUTS.index(spec.layout),
@@ -141,7 +141,7 @@ class NpuEngine:
         self, pending: _Pending, bias: Sequence[Buffer], stream: int | None
     ) -> tuple[Buffer, Buffer | None]:
         spec, empty = self.spec, self._session.platform.empty
-        y = empty((pending.tokens, spec.hidden), combine_dtype(spec))
+        y = empty((pending.tokens, spec.hidden), spec.combined_dtype)
         weights = empty((pending.tokens, spec.top_k), "float32") if pending.weights else None
         first, second = (*(b.ptr for b in bias), 0, 0)[:2]
         self._call("combine_recv", self._ep.value, pending.round.value, first, second, y.ptr, _ptr(weights), stream)

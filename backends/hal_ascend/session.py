@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 512
 """Between signal slots: two publishers never share a line of the L2 cache."""
+LEAST_RING = 256
+"""Blocks of a send ring: a submit batch of 128 and those that stay spare fit."""
 STAGING_BYTES = 4 << 20
 MOST_QUEUES = 30
 """Of 32 queue pairs to each peer, two are kept for hand-written descriptors."""
@@ -42,6 +44,13 @@ class EmulatorOptions:
     sq_depth: int = 8192
     """64-byte blocks in a send ring (32768 on Ascend950), a power of two."""
     cq_depth: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.cores < 1:
+            raise ContractError(f"HAL_UDMA_CORES is {self.cores}; give at least 1")
+        for name, depth, least in (("SQ", self.sq_depth, LEAST_RING), ("CQ", self.cq_depth, 16)):
+            if depth < least or depth & (depth - 1):
+                raise ContractError(f"HAL_UDMA_{name}_DEPTH is {depth}; give a power of two of at least {least}")
 
     @staticmethod
     def from_environment() -> EmulatorOptions:

@@ -8,8 +8,9 @@ from ctypes import c_int, c_void_p
 
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
-from hal.config import HalConfig
+from hal.config import ExpertParallelSpec, HalConfig
 from hal.errors import BackendUnavailable, ContractError, HalError
+from hal.sizing import Part
 from hal_cuda import native
 from hal_cuda.session import CudaSession
 
@@ -44,6 +45,13 @@ class CudaBackend:
                 f"{gin(properties)}: run within one NVLink domain"
             )
         return CudaSession(library, comm, properties, config, bootstrap)
+
+    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
+        """See :func:`hal.sizing.buffer_parts`."""
+        from hal_cuda.engine import pushes
+        from hal_cuda.layout import buffer_parts
+
+        return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
 
 
 def gin(properties: native.Properties) -> str:

@@ -86,8 +86,8 @@ class CudaEngine:
         self._session, self._spec, self.library = session, spec, session.library
         world = session.world_size
         self.local_experts = spec.num_experts // world
-        by_rank_sums = _check_spec(spec, world, session.config.topology.nodes)
-        self._push = by_rank_sums if spec.layout == "expert" else _pushes(spec, session)
+        session._bootstrap.agree("settings of the CUDA backend", {COMBINE: os.environ.get(COMBINE, "")})
+        self._push = pushes(spec, world, session.config.topology.nodes)
         self.place: Layout = layout(spec, world, self._push)
         self.buffer_bytes = self.place.total
         self.device = f"cuda:{session.device}"
@@ -548,11 +548,14 @@ class CudaEngine:
         self._faults.close()
 
 
-def _pushes(spec: ExpertParallelSpec, session: CudaSession) -> bool:
+def pushes(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
+    """Whether combine pushes its rows home (else it reads the peers'). ContractError for what the kernels do not do."""
+    by_rank_sums = _check_spec(spec, world, nodes)
+    if spec.layout == "expert":
+        return by_rank_sums
     wanted = os.environ.get(COMBINE, "")
     if wanted not in ("", "pull", "push"):
         raise ContractError(f"{COMBINE}={wanted!r}: give 'pull' or 'push', or unset it")
-    session._bootstrap.agree("settings of the CUDA backend", {COMBINE: wanted})
     return wanted == "push" or (not wanted and spec.max_tokens > PULL_TOKENS)
 
 

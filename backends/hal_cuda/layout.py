@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from hal.arrays import ITEMSIZE
 from hal.config import ExpertParallelSpec
+from hal.sizing import Part
 
 _ALIGN = 256
 _LINE = 64
@@ -106,6 +107,25 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
         slots=slots,
         total=slots + spec.num_buffers * slot_bytes,
     )
+
+
+def buffer_parts(spec: ExpertParallelSpec, world: int, push: bool) -> list[Part]:
+    """What :attr:`Layout.total` consists of."""
+    place = layout(spec, world, push)
+    if spec.layout == "rank":
+        received = "most rows x (row + scales + 8 B x top_k + 4 B)"
+    else:
+        received = "most rows x (row + scales + 8 B) + ranks x max_tokens x (12 B x top_k + 4 B)"
+    summed = "ranks x max_tokens" if push else "most rows"
+    scratch = f"{summed} x combined row and weights" + (" + sums" if push and spec.layout == "expert" else "")
+    return [
+        Part("headers", place.arrive - place.header, "ranks x 8 B x (1 + ranks + num_experts)"),
+        Part("arrivals", place.dispatch_flags - place.arrive, "ranks x 64 B"),
+        Part("row flags", place.ready - place.dispatch_flags, "ranks x max_tokens x 4 B"),
+        Part("combine", place.combine_flags - place.ready, "5 x ranks x 64 B: ready and done words"),
+        Part("sum flags", place.slots - place.combine_flags, "ranks x max_tokens x 4 B"),
+        Part("slots", place.total - place.slots, f"num_buffers x max({received}, {scratch})"),
+    ]
 
 
 def slot_rows(spec: ExpertParallelSpec, world: int) -> int:

@@ -9,18 +9,18 @@ import sys
 from typing import Any
 
 from hal.arrays import Buffer
+from hal.config import QUANTISED_DTYPES
 from hal_cuda.native import Library
 from hal_cuda.slots import Lease
 
-# DLPack's type codes: int 0, uint 1, float 2, bfloat 4. fp8 travels as bytes.
+# DLPack's type codes: int 0, uint 1, float 2, bfloat 4. Quantised rows travel as bytes.
 _CODES = {
     "bfloat16": (4, 16),
     "float16": (2, 16),
     "float32": (2, 32),
     "int32": (0, 32),
     "int64": (0, 64),
-    "float8_e4m3fn": (1, 8),
-    "float8_e5m2": (1, 8),
+    **dict.fromkeys(QUANTISED_DTYPES, (1, 8)),
 }
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.argtypes, _capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object

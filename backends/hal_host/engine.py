@@ -31,7 +31,7 @@ def shape_of(spec: ExpertParallelSpec, ranks: int, nodes: int) -> _engine.EpShap
     for name in ("num_experts", "top_k", "max_tokens", "alignment", "num_buffers", "scale_dim"):
         setattr(shape, name, getattr(spec, name))
     shape.row_bytes = spec.hidden * ITEMSIZE[spec.dtype]
-    shape.combine_row_bytes = spec.hidden * ITEMSIZE[combine_dtype(spec)]
+    shape.combine_row_bytes = spec.hidden * ITEMSIZE[spec.combined_dtype]
     for name in ("layout", "schedule", "completion"):
         kind = getattr(_engine, name.capitalize())
         if getattr(spec, name) not in kind.__members__:
@@ -43,11 +43,6 @@ def shape_of(spec: ExpertParallelSpec, ranks: int, nodes: int) -> _engine.EpShap
             f"which is not a multiple of alignment {spec.alignment}: choose max_tokens so that it is"
         )
     return shape
-
-
-def combine_dtype(spec: ExpertParallelSpec) -> str:
-    """The dtype of combined rows: as set, or the dispatched rows' own, or bfloat16 where these are fp8."""
-    return spec.combine_dtype or ("bfloat16" if spec.dtype.startswith("float8") else spec.dtype)
 
 
 class Lease:
@@ -107,7 +102,7 @@ class HostEngine:
     def _start(self, fabric: Any, spec: ExpertParallelSpec, shape: Any) -> None:
         self.spec = spec
         self._fabric = fabric
-        self._kernels = _KERNELS[type(fabric)](fabric, shape, _engine.Element.__members__[combine_dtype(spec)])
+        self._kernels = _KERNELS[type(fabric)](fabric, shape, _engine.Element.__members__[spec.combined_dtype])
         self._base = _engine.window_address(fabric)
         self._local_experts = spec.num_experts // shape.ranks
         self._free = list(range(spec.num_buffers - 1, -1, -1))
@@ -204,14 +199,19 @@ class HostEngine:
 
     def _combine_send(self, x: Buffer, state: Any, weights: Buffer | None, weighted: bool, kept: bool) -> _Combine:
         address = weights.ptr if weights is not None else 0
-        round_ = self._kernels.combine_send(x.ptr, state, address, weights is not None, weighted, kept)
+        round_ = self._combine_round(x.ptr, state, address, weights is not None, weighted, kept)
         return _Combine(round_, (x, weights), weights is not None)
+
+    def _combine_round(
+        self, x: int, state: Any, topk_weights: int, returns_weights: bool, weighted: bool, kept: bool
+    ) -> Any:
+        return self._kernels.combine_send(x, state, topk_weights, returns_weights, weighted, kept)
 
     def combine_recv(
         self, pending: _Combine, bias: Sequence[Buffer], stream: int | None
     ) -> tuple[Buffer, Buffer | None]:
         spec, tokens = self.spec, pending.round.state.tokens
-        y = _empty((tokens, spec.hidden), combine_dtype(spec))
+        y = _empty((tokens, spec.hidden), spec.combined_dtype)
         weights = _empty((tokens, spec.top_k), "float32") if pending.weights else None
         first, second = (*(b.ptr for b in bias), 0, 0)[:2]
         self._kernels.combine_recv(pending.round, first, second, y.ptr, weights.ptr if weights else 0)

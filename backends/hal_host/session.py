@@ -14,7 +14,8 @@ from hal.config import ExpertParallelSpec, HalConfig
 from hal.errors import HalError
 from hal.ordering import Order, QuietScope, SignalOp
 from hal.registry import get_transport
-from hal_host._engine import AnyFabric, ShmFabric, ShmTransport, memory
+from hal.sizing import Part, window_parts
+from hal_host._engine import AnyFabric, ShmFabric, ShmTransport, buffer_parts, memory
 
 if TYPE_CHECKING:
     from hal.backend import Engine
@@ -37,6 +38,13 @@ class HostBackend:
         except BaseException:
             transport.close()
             raise
+
+    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
+        """See :func:`hal.sizing.buffer_parts`."""
+        from hal_host.engine import shape_of
+
+        shape = shape_of(spec, ranks, nodes)
+        return window_parts(buffer_parts(shape), shape.signal_stride)
 
 
 class HostSession:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hal.arrays import NUMPY_DTYPES
+from hal.arrays import NUMPY_DTYPES, rounded
 from hal.config import WorkloadConfig
 
 
@@ -31,9 +31,15 @@ def routing(work: WorkloadConfig, rank: int, tokens: int) -> NDArray[np.int64]:
     return order[:, : work.top_k].astype(np.int64)
 
 
+def as_rows(normal: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Standard normal values as rows of ``dtype``, spread over the range where that is an integer type."""
+    spread = np.iinfo(dtype).max / 3 if NUMPY_DTYPES[dtype].kind in "iu" else 1
+    return rounded(normal.astype(np.float32) * np.float32(spread), dtype)
+
+
 def inputs(work: WorkloadConfig, rank: int, tokens: int) -> Inputs:
     """What ``rank`` dispatches."""
     random = np.random.default_rng([work.seed, 3, rank, tokens])
-    x = random.standard_normal((tokens, work.hidden), np.float32).astype(NUMPY_DTYPES[work.dtype])
+    x = as_rows(random.standard_normal((tokens, work.hidden), np.float32), work.dtype)
     scales = random.random((tokens, work.scale_dim), np.float32) if work.scale_dim else None
     return Inputs(x, scales, routing(work, rank, tokens), random.random((tokens, work.top_k), np.float32))

@@ -9,6 +9,8 @@ hal check ep --faults --profile udma
 hal check ep --schedule direct --completion strong_signal --break signal:strong:last=weaken --svg broken.svg
 hal check ep --replay 'hold 0.7w' --schedule direct --completion strong_signal --profile udma
 hal check mutation --out docs/mutation.md
+hal check ascend --all
+hal check ascend --schedule direct --completion strong_signal --mutation default_no
 """
 
 from __future__ import annotations
@@ -23,18 +25,22 @@ from hal.errors import ContractError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("ep", "mutation"))
-    parser.add_argument("--all", action="store_true", help="ep: every schedule, completion, layout and profile")
+    parser.add_argument("what", help="ep, mutation, or a backend whose kernels run on an emulated device (ascend)")
+    parser.add_argument("--all", action="store_true", help="every schedule, completion, layout and profile")
     parser.add_argument("--schedule", action="append", help="direct, hierarchical, latency (may be repeated)")
     parser.add_argument("--completion", action="append", help="strong_signal, strong_last, … (may be repeated)")
     parser.add_argument("--profile", action="append", help="an ordering profile (may be repeated)")
     parser.add_argument("--layout", action="append", help="rank, expert")
     parser.add_argument("--search", choices=("all", "delays", "random", "races"), default="all")
-    parser.add_argument("--ranks", type=int, help="with --search races or random: how many ranks")
-    parser.add_argument("--tokens", type=int, default=4, help="with --ranks: tokens of each rank")
-    parser.add_argument("--rounds", type=int, default=2, help="with --ranks: rounds")
+    parser.add_argument("--ranks", type=int, help="how many ranks; ep: with --search races or random")
+    parser.add_argument("--tokens", type=int, help="tokens of each rank; ep: with --ranks (4)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds; ep: with --ranks")
     parser.add_argument("--runs", type=int, default=1000, help="random: how many schedules")
-    parser.add_argument("--seed", type=int, default=0, help="random: the first seed")
+    parser.add_argument("--seed", type=int, default=0, help="random, or a backend: the first seed")
+    parser.add_argument("--seeds", type=int, default=40, help="a backend: how many schedules")
+    parser.add_argument(
+        "--mutation", metavar="NAME", default="none", help="a backend: plant a defect below its kernels"
+    )
     parser.add_argument("--delays", type=int, default=1, help="delays: how many entities are held back at once")
     parser.add_argument("--max-seconds", type=float, default=30.0, help="bound of each search")
     parser.add_argument("--max-memory", type=float, default=2.0, help="GiB that one search may keep before it stops")
@@ -49,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.what not in ("ep", "mutation"):
+        from hal.cli import check_device
+
+        return check_device.run(args)
+    if args.mutation != "none":
+        raise ContractError(f"--mutation {args.mutation} is planted in a backend's device; hal check ep takes --break")
     if args.what == "mutation":
         return _mutation(args)
     if args.faults:
@@ -133,7 +145,7 @@ def _scenarios(args: argparse.Namespace, schedule: str, completion: str) -> list
     from hal.checker import ep
 
     if args.ranks:
-        return [ep.large(schedule, completion, args.ranks, args.tokens, rounds=args.rounds)]
+        return [ep.large(schedule, completion, args.ranks, args.tokens or 4, rounds=args.rounds)]
     layouts = args.layout or (ep.LAYOUTS if args.all else ("rank",))
     return [s for layout in layouts for s in ep.small(schedule, completion, layout)]
 

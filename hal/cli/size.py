@@ -2,6 +2,7 @@
 """Explain the symmetric memory that a workload needs on each rank: every part, its bytes and its formula.
 
 hal size workload=v3_decode ranks=8
+hal size workload=v3_prefill backend=cuda ranks=8
 hal size workload=v3_prefill ranks=16 topology.nodes=2 schedule=hierarchical layout=expert
 """
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(
             f"{settings.ranks} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of ranks"
         )
-    parts = buffer_parts(settings.expert_parallel, settings.ranks, nodes)
+    parts = buffer_parts(settings.expert_parallel, settings.ranks, nodes, settings.backend.name)
     total = sum(part.nbytes for part in parts)
     if args.json:
         print(json.dumps({"total": total, "parts": [asdict(part) for part in parts]}, indent=2))
@@ -40,17 +41,16 @@ def run(args: argparse.Namespace) -> int:
     print(_headline(settings))
     rows = [(part.name, part.nbytes, report.size(part.nbytes), part.formula) for part in parts if part.nbytes]
     print(_aligned([*rows, ("total", total, report.size(total), "on each rank, allocated once")]))
-    print(
-        "Parts start at multiples of the signal stride or block; rows are counted for the worst routing, so none is refused."
-    )
+    print("Bytes include what aligns each part; rows are counted for the worst routing, so none is refused.")
     return 0
 
 
 def _headline(settings: Settings) -> str:
     work = settings.workload
     return (
-        f"{settings.ranks} ranks on {settings.topology.nodes} node(s), schedule {settings.schedule.name}, completion "
-        f"{settings.completion.name}, layout {settings.layout}, num_buffers {settings.schedule.num_buffers}\n"
+        f"backend {settings.backend.name}, {settings.ranks} ranks on {settings.topology.nodes} node(s), schedule "
+        f"{settings.schedule.name}, completion {settings.completion.name}, layout {settings.layout}, "
+        f"num_buffers {settings.schedule.num_buffers}\n"
         f"max_tokens {work.tokens}, top_k {work.top_k}, {work.num_experts} experts, row {work.hidden} x {work.dtype} = "
         f"{work.hidden * ITEMSIZE[work.dtype]} B, scales {4 * work.scale_dim} B, combined row {work.hidden} x "
         f"{work.combined_dtype} = {work.hidden * ITEMSIZE[work.combined_dtype]} B"

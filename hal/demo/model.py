@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from hal.arrays import NUMPY_DTYPES
+from hal.arrays import NUMPY_DTYPES, rounded
 from hal.config import WorkloadConfig
 
 Array: TypeAlias = NDArray[np.generic]
@@ -27,6 +27,11 @@ def finfo(dtype: np.dtype[np.generic]) -> Any:
     """``eps``, ``max``, ``smallest_subnormal`` of any float type."""
     limits: Any = ml_dtypes.finfo
     return limits(dtype)
+
+
+def largest_of(dtype: np.dtype[Any]) -> float:
+    """The largest value of a type, integer or float."""
+    return float(np.iinfo(dtype).max if dtype.kind in "iu" else finfo(dtype).max)
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,13 @@ class Model:
 
     def to_wire(self, x: Array) -> tuple[Array, NDArray[np.float32] | None]:
         """Rows as dispatch sends them: in ``workload.dtype``, with a scale for each block where that is configured."""
-        work, wire = self.work, NUMPY_DTYPES[self.work.dtype]
+        work = self.work
         if not work.scale_dim:
-            return x.astype(wire), None
+            return rounded(x, work.dtype), None
         blocks = x.astype(np.float32).reshape(len(x), work.scale_dim, work.scale_block)
-        largest = np.float32(float(finfo(wire).max))
+        largest = np.float32(largest_of(NUMPY_DTYPES[work.dtype]))
         scales = np.maximum(np.abs(blocks).max(axis=2), np.float32(1e-12)) / largest
-        return (blocks / scales[:, :, None]).astype(wire).reshape(x.shape), scales
+        return rounded(blocks / scales[:, :, None], work.dtype).reshape(x.shape), scales
 
     def from_wire(self, x: Array, scales: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Rows as an expert reads them."""

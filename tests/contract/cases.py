@@ -7,11 +7,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from hal.config import QUANTISED_DTYPES
+
 VALUES: dict[str, tuple[Any, ...]] = {
     "schedule": ("direct", "hierarchical", "latency"),
     "layout": ("rank", "expert"),
     "completion": ("strong_signal", "strong_signal_no_cqe", "strong_last", "flag_in_block"),
-    "dtype": ("bfloat16", "float32", "float16", "float8_e4m3fn", "float8_e5m2"),
+    "dtype": ("bfloat16", "float32", "float16", *QUANTISED_DTYPES),
     "shape": ((2, 1), (1, 1), (3, 1), (4, 2), (4, 1), (6, 3)),  # ranks, nodes
     "alignment": (1, 4, 16),
     "top_k": (3, 1, 8),
@@ -19,7 +21,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "hidden": (32, 16, 272),
 }
 MAX_TOKENS = 16
-FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Case:
 
     @property
     def scale_dim(self) -> int:
-        return self.hidden // 16 if self.dtype in FP8 else 0
+        return self.hidden // 16 if self.dtype in QUANTISED_DTYPES else 0
 
     @property
     def combine_dtype(self) -> str:
-        return "bfloat16" if self.dtype in FP8 else self.dtype
+        return "bfloat16" if self.dtype in QUANTISED_DTYPES else self.dtype
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from targets import NUMPY_DTYPES, Target, fetch, poison
 
 import hal
 from hal import reference
+from hal.bench.inputs import as_rows
 
 Array = NDArray[Any]
 FIELDS = ("x", "scales", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets")
@@ -23,7 +24,7 @@ class Tokens:
 
     def __init__(self, case: Case, tokens: int, seed: Any, missing: float = 0.2) -> None:
         rng = np.random.default_rng(seed)
-        self.x = rng.standard_normal((tokens, case.hidden)).astype(NUMPY_DTYPES[case.dtype])
+        self.x = as_rows(rng.standard_normal((tokens, case.hidden)), case.dtype)
         ids = np.argsort(rng.random((tokens, case.num_experts)), axis=1)[:, : case.top_k].astype(np.int64)
         self.topk_idx = np.where(rng.random(ids.shape) < missing, -1, ids)
         self.topk_weights = rng.standard_normal((tokens, case.top_k)).astype(np.float32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hal
-from hal.config import ExpertParallelSpec
+from hal.config import QUANTISED_DTYPES, ExpertParallelSpec
 
 FIELDS = ("x", "scales", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets")
 
@@ -168,7 +168,7 @@ def large(comm: hal.Communicator, settings: dict[str, Any], counts: list[int], o
         r = Round(comm, ep, counts, 3, options.get("skew", 0.0))
         for i in range(2):
             out = r.dispatch()
-            into = None if ep.spec.dtype.startswith("float8") or i else out.x
+            into = None if ep.spec.dtype in QUANTISED_DTYPES or i else out.x
             r.combine(out.handle, 5 + i, into=into, by_rank=by_rank)
     gc.collect()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hal.config import ExpertParallelSpec
+from hal.config import QUANTISED_DTYPES, ExpertParallelSpec
 
 Tensor = torch.Tensor
 
@@ -43,7 +43,7 @@ def inputs(spec: ExpertParallelSpec, counts: list[int], seed: int, device: Any, 
     """Seeded inputs of all ranks; ``skew`` above 0 makes low expert ids more likely."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     batch = Batch([], [], [], [])
-    fp8 = spec.dtype.startswith("float8")
+    quantised = spec.dtype in QUANTISED_DTYPES
     for tokens in counts:
         score = torch.rand(tokens, spec.num_experts, generator=generator)
         score = score - skew * torch.arange(spec.num_experts) / spec.num_experts
@@ -52,10 +52,12 @@ def inputs(spec: ExpertParallelSpec, counts: list[int], seed: int, device: Any, 
         raw = torch.randint(-(2**31), 2**31 - 1, (tokens, spec.hidden // 4 + 1), generator=generator, dtype=torch.int64)
         values = (raw.to(torch.float32) / 2**31).repeat_interleave(4, 1)[:, : spec.hidden]
         values = values * torch.linspace(0.5, 2.0, spec.hidden)
+        if spec.dtype == "int8":
+            values = values * 60  # of at most 2 in size
         batch.x.append(values.to(getattr(torch, spec.dtype)).contiguous().to(device))
         batch.topk_idx.append(ids.to(device))
         batch.topk_weights.append(torch.randn(ids.shape, generator=generator).to(device))
-        has_scales = fp8 and spec.scale_dim
+        has_scales = quantised and spec.scale_dim
         batch.scales.append(torch.rand(tokens, spec.scale_dim, generator=generator).to(device) if has_scales else None)
     return batch
 

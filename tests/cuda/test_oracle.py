@@ -21,14 +21,14 @@ def numpy(tensor):
 
 @pytest.mark.parametrize("schedule", ["direct", "latency", "hierarchical"])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
 def test_oracle_is_the_reference(dtype, layout, schedule):
-    fp8 = dtype != "bfloat16"
+    quantised = dtype != "bfloat16"
     alignment = 4 if layout == "expert" else 1
-    spec = ExpertParallelSpec(8, 3, 16, 12, dtype, "bfloat16", 2 if fp8 else 0, layout, alignment, schedule)
+    spec = ExpertParallelSpec(8, 3, 16, 12, dtype, "bfloat16", 2 if quantised else 0, layout, alignment, schedule)
     batch = oracle.inputs(spec, [12, 7], 5, "cpu")
     rows = [oracle.dispatch(spec, batch, r) for r in range(2)]
-    scales = [numpy(s) for s in batch.scales] if fp8 else None
+    scales = [numpy(s) for s in batch.scales] if quantised else None
     wanted, handle = reference.dispatch(
         spec,
         [numpy(x) for x in batch.x],

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from hal.config import QUANTISED_DTYPES
+
 pytestmark = pytest.mark.cuda
 
 SMALL = [[16, 16], [0, 5], [7, 0], [0, 0], [1, 1], [13, 16]]
@@ -17,11 +19,11 @@ def settings(**changes: Any) -> dict[str, Any]:
     return {"num_experts": 8, "top_k": 3, "hidden": 64, "max_tokens": 16, "num_buffers": 3, **changes}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("schedule", ["direct", "latency"])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 def test_types_and_layouts(pair, layout, schedule, dtype):
-    scales = 4 if dtype.startswith("float8") else 0
+    scales = 4 if dtype in QUANTISED_DTYPES else 0
     pair.run("rounds", settings(layout=layout, schedule=schedule, dtype=dtype, scale_dim=scales), SMALL, {})
 
 
@@ -52,7 +54,7 @@ def test_groups_are_aligned_and_padded(pair, alignment):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 def test_pushed_rows(pair, dtype):
-    scales = 4 if dtype.startswith("float8") else 0
+    scales = 4 if dtype in QUANTISED_DTYPES else 0
     pair.run("rounds", settings(max_tokens=700, num_experts=32, top_k=4, dtype=dtype, scale_dim=scales), PUSHED, {})
 
 
@@ -67,7 +69,7 @@ def test_sums_by_rank(summing_pair, layout, max_tokens):
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_large(pair, dtype, layout, skew):
-    scales = 56 if dtype.startswith("float8") else 0
+    scales = 56 if dtype in QUANTISED_DTYPES else 0
     changes = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 4096, "num_buffers": 2}
     pair.run("large", settings(layout=layout, dtype=dtype, scale_dim=scales, **changes), [4096, 3001], {"skew": skew})
 
