@@ -105,10 +105,10 @@ def test_a_stopped_process_is_named_when_the_time_is_up(run_ranks):
 
 
 def test_the_root_of_a_chain_of_waits_is_named_not_the_relay(run_ranks):
-    """Rank 0 waits for 1, which waits for 2, which waits for 3, which stalls; rank 0 began first."""
+    """Rank 0 waits for 1, which waits for 2, which waits for 3, which stalls; rank 0's time is up first."""
     body = (
-        "time.sleep(0.2 * rank)\nif rank == 3:\n    time.sleep(4)\nelse:\n"
-        "    report(comm.wait, 0, 1, source=rank + 1, timeout=1.5)\n"
+        "if rank == 3:\n    time.sleep(15)\nelse:\n"
+        "    report(comm.wait, 0, 1, source=rank + 1, timeout=3 if rank == 0 else 12)\n"
     )
     outcome = run_ranks(4, f"{REPORT}\n{body}")
     found = faults(outcome, (0, 1, 2))
