@@ -13,6 +13,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 ifeq ($(origin CXX),default)
 CXX    := c++
 endif
+# Test files run side by side, one process for each core; WORKERS=0 runs them in one.
+WORKERS ?= auto
 BIN    := $(VENV)/bin
 # torch's CPU build is a fraction of its default one; where that index cannot be reached the default index serves.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -37,7 +39,7 @@ demo: $(VENV)/.built
 test: lint check
 
 check: $(VENV)/.built $(VENV)/.tools $(VENV)/.frameworks
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: $(VENV)/.built $(VENV)/.tools
 	$(BIN)/ruff check .
