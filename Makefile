@@ -41,7 +41,7 @@ test: lint check
 check: $(VENV)/.built $(VENV)/.tools $(VENV)/.frameworks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
-lint: $(VENV)/.built $(VENV)/.tools
+lint: $(VENV)/.built $(VENV)/.tools $(VENV)/.frameworks
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
