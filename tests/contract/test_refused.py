@@ -118,11 +118,11 @@ def test_a_rank_that_stalls_is_named_when_the_time_is_up(target):
             layer.ep.dispatch(**layer.arguments(sent[0]))
         done.set()
         assert (error.value.rank, error.value.stage.split()[0]) == (1, "dispatch")
-        assert 0.4 < error.value.seconds < 5
+        assert 1.4 < error.value.seconds < 5
         with pytest.raises(HalError, match="only be closed"):
             layer.ep.dispatch(**layer.arguments(sent[0]))
 
-    target.run(PLAIN.ranks, PLAIN.nodes, body, timeout=0.5)
+    target.run(PLAIN.ranks, PLAIN.nodes, body, timeout=1.5)
 
 
 def test_a_rank_that_leaves_is_noticed_at_once(target):
