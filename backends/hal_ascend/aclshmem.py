@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hal.arrays import Buffer
 from hal.errors import ContractError, HalError, PeerTimeout
 from hal.ordering import Order, QuietScope, SignalOp, profile
+from hal_ascend.barrier import meet
 from hal_ascend.library import Library
 
 if TYPE_CHECKING:
@@ -178,13 +179,7 @@ class AclshmemSession:
         if complete:
             for queue in range(self.queues):
                 self.quiet(queue, None, QuietScope.REMOTE)
-        first = self.config.signal_slots
-        others = [r for r in ranks if r != self.rank]
-        for peer in others:
-            self.signal(first + self.rank, peer, self._barriers[peer] + 1, SignalOp.SET, 0, Order.STRONG)
-        for peer in others:
-            self._barriers[peer] += 1
-            self.wait(first + peer, self._barriers[peer], timeout, peer)
+        meet(self, ranks, self._barriers, self.config.signal_slots, timeout)
 
     # --- the rest --------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from hal.arrays import Buffer
 from hal.errors import ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp, profile
 from hal_ascend import _engine
+from hal_ascend.barrier import meet
 
 if TYPE_CHECKING:
     from hal.backend import Engine
@@ -134,19 +135,12 @@ class EmulatedAscendSession:
         self.device.quiet(queue, -1 if peer is None else peer)
 
     def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None:
-        """Counts are kept for each pair of ranks, so barriers of different teams may alternate. The library's own barrier
-        drains no queue (rule 50), so ``complete`` is a quiet of each."""
+        """``complete`` is a quiet of each queue."""
         self._require_usable()
         if complete:
             for queue in range(self.queues):
                 self.device.quiet(queue, -1)
-        first = self.config.signal_slots
-        others = [r for r in ranks if r != self.rank]
-        for peer in others:
-            self.signal(first + self.rank, peer, self._barriers[peer] + 1, SignalOp.SET, 0, Order.STRONG)
-        for peer in others:
-            self._barriers[peer] += 1
-            self.wait(first + peer, self._barriers[peer], timeout, peer)
+        meet(self, ranks, self._barriers, self.config.signal_slots, timeout)
 
     # --- the rest --------------------------------------------------------------------------------------------------
 
