@@ -83,7 +83,7 @@ $(VENV)/.tools: tests/requirements.txt $(VENV)/.made
 # Array frameworks that tests hand to HAL. A machine for which one is not built still runs every other test; the tests
 # that need it say so when they skip.
 $(VENV)/.frameworks: tests/requirements-torch.txt tests/requirements-jax.txt $(VENV)/.made
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r tests/requirements-torch.txt \
+	$(PIP) $(if $(TORCH_INDEX),--retries 1 --index-url $(TORCH_INDEX)) -r tests/requirements-torch.txt \
 	  || echo "torch could not be installed: its tests will skip" >&2
 	$(PIP) -r tests/requirements-jax.txt || echo "jax could not be installed: its tests will skip" >&2
 	touch $@

@@ -107,6 +107,8 @@ class Server(threading.Thread):
         super().__init__(name="hal-rendezvous", daemon=True)
         self._listener, self._world_size, self._hello = listener, world_size, hello
         self._members: dict[int, _Connection] = {}
+        # Whoever came and did not die since: a rank that lost its patience is not one that never came.
+        self._came: set[int] = set()
         self._gone: dict[int, str] = {}
         self._gathers: dict[int, dict[int, tuple[str, Any]]] = {}
         self._ready = False
@@ -162,6 +164,8 @@ class Server(threading.Thread):
         except OSError:
             data = b""
         if not data:
+            if connection.rank is not None:
+                self._came.discard(connection.rank)
             self._lost(connection, "its process died")
             return
         if connection.refused:
@@ -239,6 +243,7 @@ class Server(threading.Thread):
     def _enter(self, connection: _Connection, rank: int) -> None:
         connection.rank = rank
         self._members[rank] = connection
+        self._came.add(rank)
         if len(self._members) == self._world_size:
             self._ready = True
             self._tell(set(self._members), {"ready": True})
@@ -247,7 +252,7 @@ class Server(threading.Thread):
         if "gather" in message:
             self._gather(message["gather"], rank, message["what"], message["value"])
         elif "who" in message:
-            present = self._members if message["who"] is None else self._gathers.get(message["who"], {})
+            present = self._came if message["who"] is None else self._gathers.get(message["who"], {})
             self._send(connection, self._missing(set(present)))
         elif "bye" in message:
             self._lost(connection, message["bye"] or "it closed its communicator")
@@ -303,7 +308,7 @@ class Server(threading.Thread):
     def _farewell(self) -> None:
         """Rank 0 leaves: whoever still waits hears for whom, and what was promised is sent."""
         if not self._ready:
-            self._tell(set(self._members), self._missing(set(self._members) | {0}))
+            self._tell(set(self._members), self._missing(self._came))
         for values in self._gathers.values():
             # If rank 0 gave its value, its patience has ended before the others': they are told what it was told.
             self._tell(set(values), self._missing(set(values)))

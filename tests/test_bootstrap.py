@@ -179,6 +179,27 @@ def test_ranks_that_never_come_are_listed():
         assert "ranks 2, 4 missing of 5" in str(outcomes[rank])
 
 
+def test_ranks_that_lost_patience_are_not_said_to_be_missing():
+    token, outcomes = secrets.token_hex(16), {}
+
+    def rank(r: int, timeout: float) -> None:
+        try:
+            Bootstrap(Run(r, 4, token), timeout).close()
+        except PeerTimeout as error:
+            outcomes[r] = error
+
+    # Rank 0 would serve for long; rank 1 gives up well before rank 3 does; rank 2 never comes.
+    threads = [threading.Thread(target=rank, args=pair) for pair in ((0, 6.0), (1, 1.0), (3, 3.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert sorted(outcomes) == [0, 1, 3]
+    for r in (0, 3):
+        assert "rank 2 missing of 4" in str(outcomes[r])
+        assert (outcomes[r].rank, outcomes[r].seen) == (2, 3)
+
+
 def test_a_missing_rank_0_is_named():
     outcomes = together(2, lambda met: None, timeout=0.3, absent=(0,))
     assert isinstance(outcomes[1], PeerTimeout)
