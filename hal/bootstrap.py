@@ -27,6 +27,8 @@ from hal.errors import ContractError, HalError, PeerTimeout
 from hal.rendezvous import FRAME_LIMIT, Server, decode, encode, peer_uid, private
 
 _POLL_SECONDS = 0.005
+ANSWER_SECONDS = 5.0
+"""Beyond a rank's own time limit, how long rank 0 may take to say who is missing: a busy machine may not run it at once."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class Bootstrap:
             self._socket.close()
             self._socket = None
         if self._server is not None:
-            self._server.join(timeout=2.0)
+            self._server.join(ANSWER_SECONDS)
             self._server = None
 
     def _serve(self, meeting: str, hello: dict[str, Any]) -> socket.socket | None:
@@ -261,7 +263,7 @@ class Bootstrap:
         message = self._receive(deadline)
         if message is None:
             self._send({"who": number})
-            message = self._receive(time.monotonic() + 1.0)
+            message = self._receive(time.monotonic() + ANSWER_SECONDS)
         if message is None:
             raise self._timeout(0, stage, 0, "rank 0 does not answer")
         if "refused" in message:

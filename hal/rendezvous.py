@@ -86,7 +86,7 @@ os.register_at_fork(after_in_child=_close_private)
 @dataclass(eq=False)
 class _Connection:
     socket: socket.socket
-    since: float = field(default_factory=time.monotonic)
+    since: float
     rank: int | None = None
     """None until admitted."""
     received: bytearray = field(default_factory=bytearray)
@@ -121,12 +121,13 @@ class Server(threading.Thread):
     def run(self) -> None:
         try:
             while 0 in self._members:
+                looked = time.monotonic()
                 for key, mask in self._selector.select(timeout=1.0):
                     if key.data is None:
                         self._accept()
                     elif key.data in self._connections:
                         self._serve(key.data, mask)
-                self._drop_silent_strangers()
+                self._drop_silent_strangers(looked)
             self._farewell()
         finally:
             for connection in list(self._connections):
@@ -138,7 +139,7 @@ class Server(threading.Thread):
 
     def _add(self, sock: socket.socket) -> _Connection:
         sock.setblocking(False)
-        connection = _Connection(private(sock))
+        connection = _Connection(private(sock), time.monotonic())
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         return connection
@@ -211,10 +212,10 @@ class Server(threading.Thread):
             self._leave(connection.rank, "it sent something that is not a HAL message")
             connection.rank = None
 
-    def _drop_silent_strangers(self) -> None:
-        now = time.monotonic()
+    def _drop_silent_strangers(self, looked: float) -> None:
+        """Those that had said nothing at the last look, which began at ``looked``: this thread may not have run since."""
         for connection in list(self._connections):
-            if connection.rank is None and now - connection.since > HELLO_SECONDS:
+            if connection.rank is None and looked - connection.since > HELLO_SECONDS:
                 self._drop(connection)
 
     # Members.
@@ -252,8 +253,12 @@ class Server(threading.Thread):
         if "gather" in message:
             self._gather(message["gather"], rank, message["what"], message["value"])
         elif "who" in message:
-            present = self._came if message["who"] is None else self._gathers.get(message["who"], {})
-            self._send(connection, self._missing(set(present)))
+            number = message["who"]
+            # What ended meanwhile has its answer under way; a second one would be taken for the next exchange's.
+            if number is None and not self._ready:
+                self._send(connection, self._missing(self._came))
+            elif number in self._gathers:
+                self._send(connection, self._missing(set(self._gathers[number])))
         elif "bye" in message:
             self._lost(connection, message["bye"] or "it closed its communicator")
         else:
