@@ -101,7 +101,7 @@ class _Ranks:
         self._end(TERM_SECONDS)
         self._drain(0.2)
         for key in list(self._selector.get_map().values()):
-            key.data.pipe.close()
+            self._finish(key.data)
         self._selector.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -158,15 +158,23 @@ class _Ranks:
                 stream.partial = bytearray(rest)
                 self._print(stream.rank, lines)
             elif data == b"":
-                self._print(stream.rank, [bytes(stream.partial)] if stream.partial else [])
-                self._selector.unregister(stream.pipe)
-                stream.pipe.close()
+                self._finish(stream)
         return bool(ready)
 
+    def _finish(self, stream: _Stream) -> None:
+        self._print(stream.rank, [stream.partial] if stream.partial else [])
+        self._selector.unregister(stream.pipe)
+        stream.pipe.close()
+
     def _drain(self, seconds: float) -> None:
-        """A rank's last words; its own background children may hold the pipe open for longer."""
-        deadline = time.monotonic() + seconds
-        while self._selector.get_map() and time.monotonic() < deadline:
+        """A rank's last words; its own background children may hold the pipe open for longer.
+
+        The last look begins after the time is up: it takes as much as a pipe holds, so what an ended rank wrote is passed
+        on also where this process was not run meanwhile.
+        """
+        deadline, late = time.monotonic() + seconds, False
+        while self._selector.get_map() and not late:
+            late = time.monotonic() >= deadline
             self._pump(0.02)
 
     def _print(self, rank: int, lines: Sequence[bytes | bytearray]) -> None:
