@@ -170,7 +170,7 @@ def test_bad_expert_ids_are_refused_before_anything_is_sent():
 
 def test_a_rank_that_does_not_dispatch_is_named():
     tokens = random_tokens(np.random.default_rng(9), SPEC, [7, 7])
-    with Ranks(SPEC, 2, timeout=0.2) as world:
+    with Ranks(SPEC, 2, timeout=0.2) as world:  # the other rank has nothing to do, so that any limit is long enough
         with pytest.raises(PeerTimeout) as error:
             dispatch_send(world, 0, tokens)
         assert (error.value.rank, error.value.stage) == (1, "dispatch ready")
@@ -178,8 +178,9 @@ def test_a_rank_that_does_not_dispatch_is_named():
 
 def test_a_rank_that_does_not_combine_is_named():
     rng = np.random.default_rng(9)
-    with Ranks(SPEC, 2, timeout=0.2) as world:
+    with Ranks(SPEC, 2) as world:
         received = dispatch_all(world, random_tokens(rng, SPEC, [7, 7]))
+        world.world.timeout = 0.2
         pending = world.engines[0].combine_send(received[0].x, received[0].state, None, False, None)
         with pytest.raises(PeerTimeout) as error:
             world.engines[0].combine_recv(pending, (), None)

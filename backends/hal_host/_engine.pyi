@@ -97,6 +97,7 @@ class CombineRound:
     def state(self) -> State: ...
 
 class ThreadWorld:
+    timeout: float
     def __init__(self, ranks: int, queues: int, nbytes: int, timeout: float, lazy: bool) -> None: ...
 
 class ThreadFabric:

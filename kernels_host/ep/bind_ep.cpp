@@ -89,7 +89,8 @@ void bind_thread_fabric(py::module_& m) {
     using namespace ep;
     py::class_<ThreadWorld, std::shared_ptr<ThreadWorld>>(m, "ThreadWorld",
                                                           "Windows of ranks that are threads; for tests.")
-        .def(py::init<int, int, std::size_t, double, bool>(), "ranks"_a, "queues"_a, "nbytes"_a, "timeout"_a, "lazy"_a);
+        .def(py::init<int, int, std::size_t, double, bool>(), "ranks"_a, "queues"_a, "nbytes"_a, "timeout"_a, "lazy"_a)
+        .def_readwrite("timeout", &ThreadWorld::timeout, "Seconds that bound every wait.");
     py::class_<ThreadFabric>(m, "ThreadFabric")
         .def(py::init<std::shared_ptr<ThreadWorld>, int>(), "world"_a, "rank"_a)
         .def_property_readonly("size", &ThreadFabric::size);

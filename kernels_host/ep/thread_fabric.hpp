@@ -31,7 +31,7 @@ struct ThreadWorld {
     };
     const int ranks, queues;
     const std::size_t nbytes;
-    const double timeout;
+    double timeout;  // seconds; bounds every wait that begins from now on
     const bool lazy;
     std::vector<std::unique_ptr<std::byte, Free>> windows;
 };
@@ -65,10 +65,11 @@ class ThreadFabric {
         const auto start = std::chrono::steady_clock::now();
         auto word = std::atomic_ref<std::uint64_t>(*reinterpret_cast<std::uint64_t*>(at(rank_, slot, 8)));
         for (;;) {
+            // Before the word is read: a thread that was not run for long gives up only after a look at what came.
+            const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
             const std::uint64_t seen = word.load(std::memory_order_acquire);
             if (seen >= at_least) return seen;
             std::this_thread::yield();
-            const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
             if (waited.count() > world_->timeout)
                 throw PeerTimeoutError(source, stage, queue, at_least, seen, waited.count(), "no answer");
         }

@@ -223,11 +223,12 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
     };
     auto next_fault_check = start + std::chrono::milliseconds(1);
     for (unsigned turn = 0;; ++turn) {
+        // The clock is read before the slot: a thread that was not run for long gives up only after a look at what came.
+        const auto now = Clock::now();
         const std::uint32_t bell = own().bell.load(std::memory_order_seq_cst);
         std::uint64_t seen = shm_load(slot);
         if (seen >= at_least) return seen;
 
-        const auto now = Clock::now();
         if (now >= next_fault_check) {
             next_fault_check = now + kFaultInterval;
             const auto fault = find_fault(source);
@@ -235,7 +236,7 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
             if (seen >= at_least) return seen;
             if (fault) throw fail(*fault);
         }
-        const double left = timeout - seconds_since(start);
+        const double left = timeout - std::chrono::duration<double>(now - start).count();
         if (left <= 0) {
             // In this order: a relay whose own time was up just now publishes its fault before it stops to wait.
             const auto root = root_of_stall(source);
