@@ -39,7 +39,7 @@ def environment(**settings: str) -> dict[str, str]:
     return clean | {"HAL_SWNIC_DEVICE": "host"} | {f"HAL_SWNIC_{name}": value for name, value in settings.items()}
 
 
-def torture(*options: str, timeout: float = 100, **settings: str) -> dict[str, Any]:
+def torture(*options: str, **settings: str) -> dict[str, Any]:
     """What swnic_torture counted, with its messages as ``log``. DEVICE="cuda" is the fake driver (tests/fake_cuda.cpp)."""
     variables = environment(**settings)
     if settings.get("DEVICE") == "cuda":
@@ -49,7 +49,6 @@ def torture(*options: str, timeout: float = 100, **settings: str) -> dict[str, A
         env=variables,
         capture_output=True,
         text=True,
-        timeout=timeout,
         check=True,
     )
     result: dict[str, Any] = json.loads(done.stdout)

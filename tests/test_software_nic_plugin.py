@@ -187,9 +187,9 @@ class Rank:
         done = c_int()
         return self.rma.test(self.comm, request, byref(done)), bool(done.value)
 
-    def finish(self, *requests: c_void_p, seconds: float = 10) -> None:
+    def finish(self, *requests: c_void_p) -> None:
         for request in requests:
-            wait_until(lambda request=request: self._done(request), seconds)
+            wait_until(lambda request=request: self._done(request))
 
     def _done(self, request: c_void_p) -> bool:
         result, done = self.test(request)
@@ -211,10 +211,16 @@ class Rank:
         self.library.hal_swnic_host_free(self.source)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
+PATIENCE = 60.0
+"""Seconds; what takes milliseconds may take seconds on a busy machine, and only a hang takes this long."""
+TRIES = range(1, 6)
+"""What lasts for a second or two in a test may have passed before a busy machine runs the thread that looks: again then."""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s"
         time.sleep(0.0002)
 
 
@@ -239,7 +245,7 @@ def connect(library: ctypes.CDLL, rma: Any) -> Iterator[Connect]:
 def together(actions: list[Callable[[], None]]) -> None:
     with ThreadPoolExecutor(max(len(actions), 1)) as pool:
         for outcome in [pool.submit(action) for action in actions]:
-            outcome.result(timeout=60)
+            outcome.result(timeout=2 * PATIENCE)
 
 
 def test_tables_name_the_plugin_and_properties_make_nccl_use_the_gin_proxy(rma: Any) -> None:
@@ -315,31 +321,33 @@ def test_self_put_from_host_memory(connect: Connect, rma: Any) -> None:
 
 def test_done_is_the_source_read_and_not_the_target_written(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap of GIN's flush: a completed request says nothing of the target."""
-    monkeypatch.setenv("HAL_SWNIC_FAULTS", "delay=2s,source_early")
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "delay=1s,source_early")
     first, second = connect(2)
-    started = time.monotonic()
-    request = first.put(1, 0, b"x" * 64)
-    first.finish(request)
-    assert time.monotonic() - started < 1.5
-    ctypes.memset(first.source, 0, 64)
-    assert second.read(0, 64) == bytes(64), "complete for the source, and not there yet"
-    signalled = first.signal(1, slot=0)
-    wait_until(lambda: second.signals[0] == 1)
-    assert second.read(0, 64) == b"x" * 64, "the strong signal still waits for it"
-    first.finish(signalled)
+    for n in TRIES:
+        at = 64 * n
+        first.finish(first.put(1, at, b"x" * 64))
+        early = second.read(at, 64) == bytes(64)  # complete for the source, and not there yet
+        ctypes.memset(first.source, 0, Rank.BYTES)
+        signalled = first.signal(1, slot=0)
+        wait_until(lambda n=n: second.signals[0] == n)
+        assert second.read(at, 64) == b"x" * 64, "the strong signal still waits for it"
+        first.finish(signalled)
+        if early:
+            return
+    pytest.fail("no request was done before its data had arrived")
 
 
 def test_destroyed_context_touches_no_memory_any_more(
     connect: Connect, rma: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory may be freed as soon as the call returns, also when an operation was still held."""
-    monkeypatch.setenv("HAL_SWNIC_FAULTS", "0>1: stall=3s")
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "0>1: stall=6s")
     first, second = connect(2)
     first.put(1, 0, b"late" * 16)
     started = time.monotonic()
     ok(rma.destroy_context(first.queues))
-    assert time.monotonic() - started < 2.9, "bounded, and before the stall ends"
-    time.sleep(max(0.0, started + 3.3 - time.monotonic()))
+    assert time.monotonic() - started < 5.9, "bounded, and before the stall ends"
+    time.sleep(max(0.0, started + 6.3 - time.monotonic()))
     assert second.read(0, 64) == bytes(64)
     config = RmaConfig(1, -1, 1)
     ok(rma.create_context(first.comm, byref(config), byref(first.queues)))  # for closing
@@ -349,49 +357,60 @@ def test_queues_do_not_order_each_other(connect: Connect, monkeypatch: pytest.Mo
     """A strong signal on queue 1 says nothing of queue 0, and here it does come first."""
     monkeypatch.setenv("HAL_SWNIC_FAULTS", "*>*/0: delay=1s")
     first, second = connect(2)
-    put = first.put(1, 0, b"y" * 64, queue=0)
-    other = first.signal(1, slot=1, queue=1)
-    wait_until(lambda: second.signals[1] == 1)
-    assert second.read(0, 64) == bytes(64)
-    own = first.signal(1, slot=0, queue=0)
-    wait_until(lambda: second.signals[0] == 1)
-    assert second.read(0, 64) == b"y" * 64
-    first.finish(put, other, own)
+    for n in TRIES:
+        at = 64 * n
+        put = first.put(1, at, b"y" * 64, queue=0)
+        other = first.signal(1, slot=1, queue=1)
+        wait_until(lambda n=n: second.signals[1] == n)
+        came_first = second.read(at, 64) == bytes(64)
+        own = first.signal(1, slot=0, queue=0)
+        wait_until(lambda n=n: second.signals[0] == n)
+        assert second.read(at, 64) == b"y" * 64
+        first.finish(put, other, own)
+        if came_first:
+            return
+    pytest.fail("no signal on queue 1 came before the put on queue 0")
 
 
 def test_strong_signals_keep_their_order(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits its own time to be published; the target must still never see a later one without the earlier ones."""
     monkeypatch.setenv("HAL_SWNIC_FAULTS", "ops=300,publish=40ms")
     first, second = connect(2)
-    requests = [first.signal(1, slot) for slot in range(64)]
-    steps = set()
-    deadline = time.monotonic() + 10
-    while second.signals[63] == 0 and time.monotonic() < deadline:
-        # From the last to the first: what was set when a later one was read must be set now.
-        seen = [second.signals[slot] for slot in reversed(range(64))][::-1]
-        steps.add(sum(seen))
-        assert seen == sorted(seen, reverse=True), seen
-    assert second.signals[63] == 1
-    assert len(steps) > 3, "the signals came all at once: nothing was seen"
-    first.finish(*requests)
+    for n in TRIES:
+        requests = [first.signal(1, slot) for slot in range(64)]
+        steps = set()
+        deadline = time.monotonic() + PATIENCE
+        while second.signals[63] < n and time.monotonic() < deadline:
+            # From the last to the first: what was set when a later one was read must be set now.
+            seen = [second.signals[slot] for slot in reversed(range(64))][::-1]
+            steps.add(sum(seen))
+            assert seen == sorted(seen, reverse=True), seen
+        assert second.signals[63] == n
+        first.finish(*requests)
+        if len(steps) > 3:
+            return
+    pytest.fail("the signals came all at once: nothing was seen")
 
 
 def test_weak_signals_may_overtake_each_other(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_SWNIC_FAULTS", "ops=300,publish=40ms")
     first, second = connect(2)
-    requests = [first.signal(1, slot, strong=False) for slot in range(64)]
-    overtook = False
-    deadline = time.monotonic() + 10
-    while sum(second.signals) < 64 and time.monotonic() < deadline:
-        seen = [second.signals[slot] for slot in reversed(range(64))][::-1]
-        overtook |= seen != sorted(seen, reverse=True)
-    assert sum(second.signals) == 64
-    assert overtook
-    first.finish(*requests)
+    for n in TRIES:
+        requests = [first.signal(1, slot, strong=False) for slot in range(64)]
+        overtook = False
+        deadline = time.monotonic() + PATIENCE
+        while sum(second.signals) < 64 * n and time.monotonic() < deadline:
+            seen = [second.signals[slot] for slot in reversed(range(64))][::-1]
+            overtook |= seen != sorted(seen, reverse=True)
+        assert sum(second.signals) == 64 * n
+        first.finish(*requests)
+        if overtook:
+            return
+    pytest.fail("no weak signal was seen before an earlier one")
 
 
 def test_contiguous_puts_become_one_copy(connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HAL_SWNIC_FAULTS", "0>1: stall=50ms")  # so that all are due together
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "0>1: stall=1s")  # so that all are due together
     monkeypatch.setenv("HAL_SWNIC_STATS", str(tmp_path / "stats"))
     first, second = connect(2)
     requests = [first.put(1, i * 64, bytes([i + 1]) * 64) for i in range(64)]
@@ -471,7 +490,7 @@ def test_rank_that_does_not_come_is_named_within_the_time(
     pointers = (c_void_p * 3)(*[ctypes.addressof(rank.handle) for rank in ranks])
     started = time.monotonic()
     assert rma.connect(None, pointers, 3, 0, ranks[0].listening, byref(ranks[0].comm)) != 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "the time limit is 0.5 s here, and 60 s where none is set"
     assert "no connection from rank 1 2 within 0.5" in messages[-1]
     for rank in ranks:
         ok(rma.close_listen(rank.listening))

@@ -38,7 +38,7 @@ struct Options {
     std::size_t slot = 2048;        // largest put
     bool host_source = false;       // sources are ordinary memory, as values that a kernel puts inline
     std::string signal = "strong";  // strong, bundled (strong, with the last put), weak, va, va_strict
-    double seconds = 20;
+    double seconds = 20;            // patience with requests and with what they bring
 };
 
 struct Result {
@@ -153,10 +153,10 @@ class Rank {
         _exit(3);
     }
 
-    // All ranks, or as many as are alive; bounded.
+    // All ranks, or as many as are alive; bounded. A rank may start late whatever `seconds` says of requests.
     void arrive(int point) {
         ++shared_.arrived[point];
-        Nanos deadline = now_ns() + static_cast<Nanos>(o_.seconds * 1e9);
+        Nanos deadline = now_ns() + static_cast<Nanos>(std::max(o_.seconds, 30.0) * 1e9);
         while (shared_.arrived[point] + shared_.dead < o_.ranks && now_ns() < deadline) usleep(100);
     }
 
