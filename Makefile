@@ -16,13 +16,20 @@ endif
 # Test files run side by side, one process for each core; WORKERS=0 runs them in one.
 WORKERS ?= auto
 BIN    := $(VENV)/bin
-# torch's CPU build is a fraction of its default one; where that index cannot be reached the default index serves.
+# torch's CPU build is a fraction of its default one. Where its index does not answer, what pip finds by itself serves: a
+# mirror, PIP_FIND_LINKS, the default build. TORCH_INDEX= asks for that at once.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Exit status 0 if the web address in $1 answers within seconds. pip itself would ask a silent index for each package anew.
+ANSWERS = $(BIN)/python -c 'import os, ssl, sys; from urllib.request import urlopen; \
+            tls = ssl.create_default_context(cafile=os.environ.get("PIP_CERT")); \
+            urlopen(sys.argv[1], timeout=5, context=tls)' $1 2>/dev/null
 
 CXX_SOURCES := $(shell find kernels_host hal/include -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt)
 # Sources that clang-format keeps; vendor folders join as they come.
 FORMATTED   := $(shell find kernels_* hal/include -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+SETUP := $(VENV)/.built $(VENV)/.tools $(VENV)/.frameworks
 
 .PHONY: help demo test check lint format bench clean
 help:
@@ -35,13 +42,17 @@ help:
 demo: $(VENV)/.built
 	$(BIN)/hal demo $(DEMO)
 
-# Lint first: it is quick, and pytest's closing line stays last.
-test: lint check
+# What is compiled and what is downloaded take turns on neither. Lint first: it is quick, and pytest's closing line stays
+# last.
+test:
+	@$(MAKE) --no-print-directory -j2 $(SETUP)
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory check
 
-check: $(VENV)/.built $(VENV)/.tools $(VENV)/.frameworks
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+check: $(SETUP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
-lint: $(VENV)/.built $(VENV)/.tools $(VENV)/.frameworks
+lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
@@ -65,25 +76,31 @@ $(VENV)/.made:
 	touch $@
 
 # Build tools live in .venv, not in pip's throw-away build environment, so that a rebuild compiles only what changed.
-# CMake and Ninja come from PyPI where the system has none.
-$(VENV)/.compilers: tests/requirements-build.txt $(VENV)/.made
+# CMake and Ninja come from PyPI where the system has none. What HAL needs at run time is installed here too: then the
+# compilation below installs nothing that the steps beside it might install at the same time. Ninja is kept from make's own
+# job server, which recipes that are not makes have no access to.
+$(VENV)/.compilers: tests/requirements-build.txt pyproject.toml $(VENV)/.made
 	$(PIP) -r tests/requirements-build.txt
 	@command -v cmake >/dev/null || $(PIP) cmake
 	@command -v ninja >/dev/null || $(PIP) ninja
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+	  >$(VENV)/needs.txt
+	$(PIP) --no-build-isolation -r $(VENV)/needs.txt
 	touch $@
 
 $(VENV)/.built: pyproject.toml CMakeLists.txt $(CXX_SOURCES) $(VENV)/.compilers
-	PATH="$(abspath $(BIN)):$$PATH" CXX="$(CXX)" $(PIP) --no-build-isolation --editable .
+	MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH" CXX="$(CXX)" $(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
-$(VENV)/.tools: tests/requirements.txt $(VENV)/.made
+# These wait for one another, since pip may not change one environment twice at a time.
+$(VENV)/.tools: tests/requirements.txt $(VENV)/.compilers
 	$(PIP) -r tests/requirements.txt
 	touch $@
 
 # Array frameworks that tests hand to HAL. A machine for which one is not built still runs every other test; the tests
 # that need it say so when they skip.
-$(VENV)/.frameworks: tests/requirements-torch.txt tests/requirements-jax.txt $(VENV)/.made
-	$(PIP) $(if $(TORCH_INDEX),--retries 1 --index-url $(TORCH_INDEX)) -r tests/requirements-torch.txt \
-	  || echo "torch could not be installed: its tests will skip" >&2
+$(VENV)/.frameworks: tests/requirements-torch.txt tests/requirements-jax.txt $(VENV)/.tools
+	@if [ -n "$(TORCH_INDEX)" ] && $(call ANSWERS,$(TORCH_INDEX)/torch/); then from="--index-url $(TORCH_INDEX)"; fi; \
+	  set -x; $(PIP) $$from -r tests/requirements-torch.txt || echo "torch could not be installed: its tests will skip" >&2
 	$(PIP) -r tests/requirements-jax.txt || echo "jax could not be installed: its tests will skip" >&2
 	touch $@
