@@ -32,7 +32,7 @@ class Ranks:
         *,
         lazy: bool = True,
         queues: int = 2,
-        timeout: float = 20.0,
+        timeout: float = 60.0,
     ) -> None:
         self.spec, self.ranks, self.topology = spec, ranks, TopologyConfig(nodes)
         shape = shape_of(spec, ranks, nodes)

@@ -23,7 +23,7 @@ from hal.expert_parallel import ExpertParallel
 class Meeting:
     """All ranks put something down and all pick everything up; used as bootstrap and as wire."""
 
-    def __init__(self, ranks: int, timeout: float = 20.0) -> None:
+    def __init__(self, ranks: int, timeout: float = 60.0) -> None:
         self.ranks, self.timeout = ranks, timeout
         self._rounds: dict[tuple[str, int], list[Any]] = {}
         self._changed = threading.Condition()
@@ -60,7 +60,7 @@ class Rank:
         return self.engine
 
     def make(self, **settings: Any) -> ExpertParallel:
-        return ExpertParallel(self, self, ExpertParallelSpec(**settings), timeout=20.0)
+        return ExpertParallel(self, self, ExpertParallelSpec(**settings), timeout=60.0)
 
 
 class Engine:

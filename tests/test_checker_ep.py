@@ -19,6 +19,8 @@ pytest.importorskip("hal_host._engine", reason="the C++ engine is not built")
 
 PROTOCOLS = list(ep.protocols())
 WEAKEST = ("udma", "srd")
+PATIENCE = 240.0
+"""Seconds; a search takes one or two where nobody else computes, and may take many times that on a busy machine."""
 
 
 @pytest.mark.parametrize(("schedule", "completion"), PROTOCOLS)
@@ -26,18 +28,18 @@ def test_every_protocol_is_right_in_every_schedule(schedule: str, completion: st
     for layout in ep.LAYOUTS:
         for scenario in ep.small(schedule, completion, layout):
             for profile in WEAKEST:
-                v = ep.check(scenario, profile, max_seconds=20)
+                v = ep.check(scenario, profile, max_seconds=PATIENCE)
                 assert v.right, f"{v.line()}: {v.failure} {v.schedule}"
                 assert v.exhaustive, v.line()
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_three_ranks_two_tokens_are_exhausted_within_a_minute(profile: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()  # on a core of its own
     for schedule, completion in PROTOCOLS:
-        v = ep.check(next(iter(ep.small(schedule, completion))), profile)
+        v = ep.check(next(iter(ep.small(schedule, completion))), profile, max_seconds=PATIENCE)
         assert (v.right, v.exhaustive) == (True, True), v.line()
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 60
 
 
 @pytest.mark.parametrize("completion", ep.COMPLETIONS)
@@ -45,7 +47,7 @@ def test_delayed_and_random_schedules_agree(completion: str) -> None:
     scenario = next(iter(ep.small("direct", completion)))
     delays = ep.check(scenario, "udma", search="delays", delays=1)
     assert (delays.right, delays.exhaustive) == (True, True)
-    chance = ep.check(scenario, "udma", search="random", max_runs=50, max_seconds=20)
+    chance = ep.check(scenario, "udma", search="random", max_runs=50, max_seconds=PATIENCE)
     assert (chance.right, chance.exhaustive) == (True, False)
 
 
@@ -80,7 +82,7 @@ def test_who_weakens_the_last_strong_signal_sees_the_shrunk_schedule_and_the_dia
     shown = 0
     for call in rows:
         subject.set_mutation(mutation.KINDS.index("weaken"), 0, call["number"])
-        v = ep.check(scenario, "udma", on=subject, max_seconds=5)
+        v = ep.check(scenario, "udma", on=subject, max_seconds=30)
         if v.kind != "wrong data":
             continue
         shown += 1
@@ -117,7 +119,7 @@ def test_faults_end_with_the_right_result_or_a_timeout(completion: str) -> None:
 def test_sixteen_ranks_by_the_happens_before_pass_and_by_random_schedules() -> None:
     scenario = ep.large("direct", "strong_last", 16, 16)
     assert ep.check(scenario, "udma", search="races").right
-    assert ep.check(replace(scenario, tokens=(2,) * 16), "udma", search="random", max_runs=3, max_seconds=20).right
+    assert ep.check(replace(scenario, tokens=(2,) * 16), "udma", search="random", max_runs=3, max_seconds=PATIENCE).right
 
 
 def test_a_limit_on_memory_stops_a_verdict_and_is_said() -> None:

@@ -117,7 +117,7 @@ def programs(draw: st.DrawFn) -> Program:
     return b.build("deadlock")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(programs(), st.sampled_from(["udma", "gin", "gin-weak", "verbs-rc", "openshmem", "lsa", "shm", "srd"]))
 def test_one_run_decides_what_all_runs_show(program: Program, profile: str) -> None:
     """Race-free by the happens-before pass exactly if every run gives the same outcome."""

@@ -21,7 +21,6 @@ def hal(*words: str, cwd: Path | None = None, **environ: str) -> subprocess.Comp
         env={**os.environ, **environ},
         text=True,
         capture_output=True,
-        timeout=100,
         check=False,
     )
 

@@ -16,7 +16,7 @@ import hal
 from hal.errors import CapacityError, ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 def spawn(n: int, fn: Callable[..., Any], **settings: Any) -> list[Any]:
@@ -267,7 +267,7 @@ def test_settings_that_make_no_sense(settings, text, how):
 
 def test_settings_that_differ_between_ranks(run_ranks):
     script = (
-        "import os, hal\ntry:\n    hal.connect(queues=2 + int(os.environ['HAL_RANK']) // 2, timeout=10)\n"
+        "import os, hal\ntry:\n    hal.connect(queues=2 + int(os.environ['HAL_RANK']) // 2, timeout=60)\n"
         "except hal.ContractError as error:\n    print(error)\n"
     )
     outcome = run_ranks(3, script)

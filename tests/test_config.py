@@ -26,7 +26,7 @@ def choices() -> Iterator[tuple[str, str]]:
 
 def run_python(code: str, *argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *argv], cwd=cwd, text=True, capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", code, *argv], cwd=cwd, text=True, capture_output=True, check=False
     )
 
 
@@ -184,7 +184,7 @@ def app(tmp_path: Path) -> Path:
 
 def run_app(app: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "app.py", *argv], cwd=app, text=True, capture_output=True, timeout=60, check=False
+        [sys.executable, "app.py", *argv], cwd=app, text=True, capture_output=True, check=False
     )
 
 

@@ -24,7 +24,7 @@ from hal.demo.text import read_routing, read_text, tokenize
 
 def demo(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hal.cli", "demo", *words], text=True, capture_output=True, timeout=100, check=False
+        [sys.executable, "-m", "hal.cli", "demo", *words], text=True, capture_output=True, check=False
     )
 
 

@@ -245,7 +245,7 @@ def worlds(draw):
     return spec, ranks, nodes, counts, draw(st.floats(0, 1)), draw(st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(worlds())
 def test_any_sizes_and_routings(world_):
     spec, ranks, nodes, counts, none, seed = world_

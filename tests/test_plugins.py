@@ -93,7 +93,7 @@ def words(comm, rounds=30, words=64):
 @pytest.mark.usefixtures("third_party")
 @pytest.mark.parametrize("settings", ["backend='acme-trace'", "transport='acme-socket'"])
 def test_the_words_work_on_a_strangers_backend_and_transport(run_ranks, settings):
-    script = f"{WORDS}\nwith hal.connect({settings}, timeout=20) as comm:\n    print(words(comm))\n"
+    script = f"{WORDS}\nwith hal.connect({settings}, timeout=60) as comm:\n    print(words(comm))\n"
     if "trace" in settings:
         script += "from acme_hal.trace import calls\nassert calls.count('wait') == 61, calls\n"
     outcome = run_ranks(3, script)
@@ -127,7 +127,7 @@ def both(comm_shm, comm_other):
 @pytest.mark.usefixtures("third_party")
 def test_the_compiled_kernels_run_on_a_transport_written_in_python(run_ranks):
     script = (
-        f"{EXPERTS}\nwith hal.connect(timeout=20) as shm, hal.connect(transport='acme-socket', timeout=20) as other:\n"
+        f"{EXPERTS}\nwith hal.connect(timeout=60) as shm, hal.connect(transport='acme-socket', timeout=60) as other:\n"
         "    print(both(shm, other))\n"
     )
     outcome = run_ranks(3, script)
@@ -137,12 +137,13 @@ def test_the_compiled_kernels_run_on_a_transport_written_in_python(run_ranks):
 @pytest.mark.usefixtures("third_party")
 def test_a_death_is_named_over_a_transport_written_in_python(run_ranks):
     script = (
-        "import os, hal\ncomm = hal.connect(transport='acme-socket', timeout=20)\ncomm.barrier()\n"
+        "import os, pathlib, time, hal\ncomm = hal.connect(transport='acme-socket', timeout=60)\ncomm.barrier()\n"
         "comm.queue().signal(9, 1)\n"
         "if comm.rank == 1:\n    comm.wait(9, 3)\n    os._exit(0)\n"
-        "try:\n    comm.barrier()\nexcept hal.PeerTimeout as error:\n    print(error.rank, error.seconds < 5)\n"
+        "try:\n    comm.barrier()\nexcept hal.PeerTimeout as error:\n    print(error.rank, error.seconds < 15)\n"
         "try:\n    comm.barrier()\nexcept hal.HalError as error:\n    print('only be closed' in str(error))\n"
-        "import time; time.sleep(0.5)\n"
+        "mark = pathlib.Path(__file__).with_name\nmark(f'done-{comm.rank}').touch()\n"
+        "while not (mark('done-0').exists() and mark('done-2').exists()):\n    time.sleep(0.01)\n"
     )
     outcome = run_ranks(3, script)
     assert {rank: outcome.lines[rank] for rank in (0, 2)} == {0: ["1 True", "True"], 2: ["1 True", "True"]}

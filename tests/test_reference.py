@@ -8,7 +8,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hal import reference
@@ -104,7 +104,6 @@ def test_hierarchical_rounds_what_crosses_and_nothing_else():
     assert (combined([2, 3]) == 0).all()
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["rank", "expert"]), st.integers(1, 3), st.integers(1, 3))
 def test_equals_the_dense_layer(seed, layout, nodes, node_ranks):
     """With integers small enough that no sum rounds, dispatch and combine are the sum over each token's experts."""

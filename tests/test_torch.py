@@ -35,7 +35,7 @@ class Rank:
 
 def run(ranks: int, one: Callable[[Rank], object]) -> list:
     meeting = Meeting(ranks)
-    return hal.spawn(ranks, lambda comm: one(Rank(comm, meeting)), timeout=20.0)
+    return hal.spawn(ranks, lambda comm: one(Rank(comm, meeting)), timeout=60.0)
 
 
 class Layer(torch.nn.Module):

@@ -67,9 +67,9 @@ class Expected:
 class Layer:
     """One rank's ExpertParallel, which takes and gives NumPy arrays and overwrites what the backend gave."""
 
-    def __init__(self, target: Target, case: Case, comm: hal.Communicator) -> None:
+    def __init__(self, target: Target, case: Case, comm: hal.Communicator, **settings: Any) -> None:
         self.target, self.case, self.rank = target, case, comm.rank
-        self.ep = comm.expert_parallel(**case.settings)
+        self.ep = comm.expert_parallel(**case.settings, **settings)
 
     def arguments(self, tokens: Tokens, **options: Any) -> dict[str, Any]:
         names = (

@@ -18,7 +18,7 @@ from hal import registry
 from hal.arrays import ITEMSIZE, NUMPY_DTYPES, as_buffer, as_numpy, to_kind
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 """Seconds; far above what any round takes, so that only a real hang meets it."""
 
 

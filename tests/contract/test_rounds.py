@@ -70,7 +70,7 @@ def routings(draw):
     return case, sent
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_routing(target, data):
     case, sent = data.draw(routings())
