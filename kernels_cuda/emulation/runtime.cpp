@@ -61,7 +61,9 @@ int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
 
 // After a failure (`abort`) kernels may still run into their limit, so the windows stay.
 int hal_cuda_comm_destroy(void* comm, int abort) {
-    if (!abort) delete &of(comm);
+    if (abort) return 0;
+    of(comm).leave_windows();
+    delete &of(comm);
     return 0;
 }
 

@@ -129,6 +129,20 @@ Window::Window(const Communicator& comm, std::vector<int> descriptors, std::size
 
 Window::~Window() { munmap(base_, span_); }
 
+void Window::keep_own_part(int rank) {
+    others_.clear();
+    std::byte* own = of_rank(rank);
+    const auto before = static_cast<std::size_t>(own - base_);
+    const std::size_t end = before + stride_;  // a multiple of pages
+    if (before > 0) munmap(base_, before);
+    if (end < span_) munmap(base_ + end, span_ - end);
+}
+
+void Communicator::leave_windows() {
+    for (auto& window : windows) window.release()->keep_own_part(rank);
+    windows.clear();
+}
+
 Window& Communicator::create(std::size_t bytes) {
     Descriptors parts(world);
     std::string trouble;
