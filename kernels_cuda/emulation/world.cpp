@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "emulation/regions.hpp"
+
 namespace hal::cuda::emulation {
 namespace {
 
@@ -125,11 +127,16 @@ Window::Window(const Communicator& comm, std::vector<int> descriptors, std::size
         }
         parts_[static_cast<std::size_t>(r)] = at;
     }
+    add_region({base_, span_, stride_, bytes, comm.lsa_size(), comm.lsa_first()});
 }
 
-Window::~Window() { munmap(base_, span_); }
+Window::~Window() {
+    remove_region(base_);
+    munmap(base_, span_);
+}
 
 void Window::keep_own_part(int rank) {
+    remove_region(base_);
     others_.clear();
     std::byte* own = of_rank(rank);
     const auto before = static_cast<std::size_t>(own - base_);
