@@ -110,6 +110,9 @@ PUSH = Scenario("dispatch of layout rank, combine by push", combine="push")
 EXPERT = Scenario("dispatch of layout expert, combine by pull", settings={"layout": "expert"})
 
 
+SEEDS = range(8)
+
+
 @dataclass(frozen=True)
 class Defect:
     """A member of :data:`MUTATIONS` and where it must be noticed."""
@@ -117,6 +120,35 @@ class Defect:
     name: str
     says: str
     scenario: Scenario
+
+
+@dataclass(frozen=True)
+class Verdict:
+    healthy: dict[str, int]
+    """How the scenario ended without the defect, and with how many of the seeds."""
+    caught: dict[str, int]
+    """The same with it, where that is not :data:`EQUAL`."""
+
+
+def judge(defect: Defect) -> Verdict:
+    rounds = [Round(defect.scenario, number) for number in range(defect.scenario.rounds)]
+
+    def ends(mutation: str) -> dict[str, int]:
+        count: dict[str, int] = {}
+        for seed in SEEDS:
+            with emulator(seed, mutation):
+                end = run(defect.scenario, rounds)
+            count[end] = count.get(end, 0) + 1
+        return count
+
+    caught = ends(defect.name)
+    caught.pop(EQUAL, None)
+    return Verdict(ends("none"), caught)
+
+
+def line(defect: Defect) -> str:
+    """Of the table in docs/cuda.md."""
+    return f"| {defect.says} | {defect.scenario.name} |"
 
 
 DEFECTS = (

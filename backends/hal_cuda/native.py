@@ -96,6 +96,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "emulator_create": (c_void_p, c_int, c_int, c_int, c_int, c_double, POINTER(c_void_p)),
     "emulator_mutate": (c_int,),
     "emulator_configure": (c_uint64, c_int),
+    "emulator_limit": (c_double,),
     "comm_adopt": (c_void_p, c_int, POINTER(c_void_p)),
     "comm_properties": (c_void_p, c_void_p),
     "comm_destroy": (c_void_p, c_int),

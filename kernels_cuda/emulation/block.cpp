@@ -261,8 +261,9 @@ void Block::idle() {
     if (idle_turns_ == 16) idle_since_ = now();
     if (static_cast<double>(now() - idle_since_) * 1e-9 > options().limit_seconds) {
         abandoning_ = true;
-        grid_.fail("block " + std::to_string(index_) + " has only looked at memory for " +
-                   std::to_string(static_cast<int>(options().limit_seconds)) +
+        char seconds[32];
+        std::snprintf(seconds, sizeof seconds, "%g", options().limit_seconds);
+        grid_.fail("block " + std::to_string(index_) + " has only looked at memory for " + seconds +
                    " s: a wait without a time limit? (HAL_CUDA_EMULATOR_LIMIT sets the seconds) " + who_waits());
         return;
     }

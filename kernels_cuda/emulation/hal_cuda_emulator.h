@@ -19,6 +19,8 @@ int hal_cuda_emulator_create(const int* links, int world, int rank, int nodes, i
 int hal_cuda_emulator_mutate(int defect);
 /* The seed of the launches from now on, and whether stores are kept back. */
 int hal_cuda_emulator_configure(uint64_t seed, int adversary);
+/* Seconds after which a block that only looks at memory ends its launch. */
+int hal_cuda_emulator_limit(double seconds);
 
 #ifdef __cplusplus
 }

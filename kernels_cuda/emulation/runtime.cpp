@@ -60,6 +60,11 @@ int hal_cuda_emulator_configure(std::uint64_t seed, int adversary) {
     return 0;
 }
 
+int hal_cuda_emulator_limit(double seconds) {
+    options().limit_seconds = seconds;
+    return 0;
+}
+
 int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
     const Communicator& c = of(comm);
     *out = {};
