@@ -12,7 +12,14 @@ namespace {
 constexpr std::size_t tear = 32;  // a put may become visible in pieces of this many bytes, in any order
 
 // What a random choice is about: one independent sequence for each.
-enum : std::uint64_t { draw_jitter = 1, draw_publish, draw_complete, draw_read, draw_cut = 1 << 8, draw_order = 1 << 24 };
+enum : std::uint64_t {
+    draw_jitter = 1,
+    draw_publish,
+    draw_complete,
+    draw_read,
+    draw_cut = 1 << 8,
+    draw_order = 1 << 24
+};
 
 std::uint64_t mix(std::uint64_t x) {  // splitmix64
     x += 0x9e3779b97f4a7c15u;
