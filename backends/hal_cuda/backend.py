@@ -13,6 +13,7 @@ from hal.errors import BackendUnavailable, HalError
 from hal.registry import get_transport
 from hal.sizing import Part
 from hal_cuda import native
+from hal_cuda.gin_session import Gin, GinSession
 from hal_cuda.session import CudaSession
 
 _UNIQUE_ID_BYTES = 128
@@ -24,7 +25,10 @@ class CudaBackend:
     name = "cuda"
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
-        session: Session = get_transport(config.transport or "lsa", "cuda").load()(config, bootstrap)
+        """Collective. Transport unset: ``lsa`` if one NVLink domain spans the run, else ``gin``."""
+        if config.transport is None:
+            return connect_nccl(config, bootstrap)
+        session: Session = get_transport(config.transport, "cuda").load()(config, bootstrap)
         return session
 
     def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
@@ -35,7 +39,7 @@ class CudaBackend:
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
 
 
-def connect_lsa(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+def connect_nccl(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ)."""
     library = native.load()
     devices = int(library.value("device_count", c_int))
@@ -49,16 +53,27 @@ def connect_lsa(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
     properties = native.Properties()
     library.comm_properties(comm, ctypes.byref(properties))
-    if properties.lsa_size != bootstrap.world_size:
-        library.comm_destroy(comm, 0)
-        raise HalError(
-            f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink, and "
-            f"{gin(properties)}: run within one NVLink domain"
-        )
-    return CudaSession(library, comm, properties, config, bootstrap)
+    one_domain = properties.lsa_size == bootstrap.world_size
+    try:
+        if config.transport == "lsa" and not one_domain:
+            raise HalError(
+                f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink: use "
+                f"transport=gin, or run within one NVLink domain; {gin_in_words(properties)}"
+            )
+        if one_domain and config.transport != "gin":
+            return CudaSession(library, comm, properties, config, bootstrap)
+        gin = Gin(library, comm, config, bootstrap)
+        return GinSession(library, comm, properties, config, bootstrap, gin)
+    except HalError:
+        library.raw_comm_destroy(comm, 0)
+        raise
 
 
-def gin(properties: native.Properties) -> str:
-    """What NCCL can do beyond NVLink here, in words."""
-    kinds = {0: "NCCL has no GIN here (no RDMA NIC), so rail and world operations cannot leave it"}
-    return kinds.get(properties.gin_type, f"GIN of type {properties.gin_type} is not used by this backend yet")
+def gin_in_words(properties: native.Properties) -> str:
+    """What NCCL can do beyond NVLink here."""
+    if properties.gin_type:
+        return f"NCCL has GIN here, of type {native.GIN_TYPES.get(properties.gin_type, properties.gin_type)}"
+    if properties.rail_type:
+        kind = native.GIN_TYPES.get(properties.rail_type, properties.rail_type)
+        return f"NCCL has GIN here, of type {kind}, on the rails only"
+    return "NCCL has no GIN here (no RDMA NIC), so nothing leaves the NVLink domain"

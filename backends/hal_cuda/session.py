@@ -101,7 +101,7 @@ class CudaSession:
         self._barriers = [0] * self.world_size
         self.stream = int(library.value("stream_create", c_uint64, self.device))
         # Signal slots, one barrier slot for each peer, and the word that ends every wait, each on a line of its own.
-        self.control = SymmetricMemory(library, comm, self.team, (config.signal_slots + self.world_size + 1) * _LINE)
+        self.control = self._symmetric((config.signal_slots + self.world_size + 1) * _LINE)
         self.faults = Faults(library, self.device)
         self._ep = native.Ep(device=self.device, error=self.faults.address, abort=self.abort_word(self.rank))
         self._ops = (native.Op * native.MAX_OPS)()
@@ -109,13 +109,18 @@ class CudaSession:
         self._result, self._result_address = _pinned_word(library, self.device)
         bootstrap.barrier()
 
+    @property
+    def _abort_offset(self) -> int:
+        return (self.config.signal_slots + self.world_size) * _LINE
+
     def abort_word(self, peer: int) -> int:
-        return self.control.at(peer, (self.config.signal_slots + self.world_size) * _LINE)
+        """Address of the word that ends every wait of ``peer``, a rank of this rank's NVLink domain."""
+        return self.control.at(peer, self._abort_offset)
 
     # --- windows -------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        memory = SymmetricMemory(self.library, self._comm, self.team, nbytes)
+        memory = self._symmetric(nbytes)
         identity = self._next
         self._next += 1
         self._windows[identity] = memory
@@ -138,9 +143,12 @@ class CudaSession:
 
     def memory(self, nbytes: int) -> SymmetricMemory:
         """Collective. A window of an engine."""
-        memory = SymmetricMemory(self.library, self._comm, self.team, nbytes)
+        memory = self._symmetric(nbytes)
         self._bootstrap.barrier()
         return memory
+
+    def _symmetric(self, nbytes: int) -> SymmetricMemory:
+        return SymmetricMemory(self.library, self._comm, self.team, nbytes)
 
     # --- words ---------------------------------------------------------------------------------------------------
 
@@ -249,12 +257,15 @@ class CudaSession:
             engine.close()
         with suppress(HalError):
             if not self._failed:
-                for memory in [*self._windows.values(), *self._retired, self.control]:
+                for memory in self._memories():
                     if not memory.in_use:
                         memory.destroy()
             self.library.comm_destroy(self._comm, int(self._failed))
             self.library.stream_destroy(self.device, self.stream)
         self.faults.close()
+
+    def _memories(self) -> list[SymmetricMemory]:
+        return [*self._windows.values(), *self._retired, self.control]
 
 
 def _op(kind: int, peer: int, queue: int, order: Order, **fields: int) -> Any:

@@ -146,11 +146,16 @@ void Window::keep_own_part(int rank) {
 }
 
 void Communicator::leave_windows() {
-    for (auto& window : windows) window.release()->keep_own_part(rank);
+    gin.reset();  // its card writes windows
+    const std::lock_guard lock(mutex_);
+    for (auto& window : windows) {
+        window->keep_own_part(rank);
+        new std::shared_ptr<Window>(window);  // for ever
+    }
     windows.clear();
 }
 
-Window& Communicator::create(std::size_t bytes) {
+std::shared_ptr<Window> Communicator::create(std::size_t bytes) {
     Descriptors parts(world);
     std::string trouble;
     const auto total = static_cast<std::size_t>(world) * bytes;
@@ -170,11 +175,21 @@ Window& Communicator::create(std::size_t bytes) {
         if (peer != rank)
             parts.fds[static_cast<std::size_t>(peer)] =
                 take_part(links[static_cast<std::size_t>(peer)], peer, bytes, deadline);
-    windows.push_back(std::make_unique<Window>(*this, parts.fds, bytes));
-    return *windows.back();
+    auto made = std::make_shared<Window>(*this, parts.fds, bytes);
+    const std::lock_guard lock(mutex_);
+    windows.push_back(made);
+    return made;
+}
+
+std::shared_ptr<Window> Communicator::find(std::uint64_t handle) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& window : windows)
+        if (reinterpret_cast<std::uint64_t>(window.get()) == handle) return window;
+    return nullptr;
 }
 
 void Communicator::destroy(Window* window) {
+    const std::lock_guard lock(mutex_);
     std::erase_if(windows, [&](const auto& w) { return w.get() == window; });
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The plain C interface of the CUDA backend: NCCL runtime, dispatch and combine, and the ordering words on LSA pointers.
+ * The plain C interface of the CUDA backend: NCCL runtime, dispatch and combine, and the ordering words over NVLink and GIN.
  * Every function returns 0, or -1 with the reason in hal_cuda_last_error() of the same thread. Structures are plain data
  * that a caller fills once and reuses; backends/hal_cuda/native.py mirrors them.
  */
@@ -28,6 +28,8 @@ enum {
     HAL_CUDA_STAGE_DONE,           /* combine: the peer has read this rank's rows */
     HAL_CUDA_STAGE_WAIT,           /* Session.wait */
     HAL_CUDA_STAGE_BARRIER,        /* Session.barrier */
+    HAL_CUDA_STAGE_SOURCE,         /* quiet("source"): the network has read what this rank put */
+    HAL_CUDA_STAGE_REMOTE,         /* quiet("remote"): the peer has what this rank put */
 };
 enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.detail of BAD_INPUT */
 
@@ -58,6 +60,20 @@ typedef struct hal_cuda_ep {
     uint32_t owner_inverse; /* (2^32 - 1) / local_experts + 1 */
     int32_t keep_source;    /* dispatch keeps where each row came from: needed by a combine that pushes */
 } hal_cuda_ep;
+
+/* GIN as kernels see it (kernels_cuda/src/gin.cuh): what leads to ranks outside this rank's NVLink domain. */
+typedef struct hal_cuda_gin {
+    uint64_t comm;               /* device address of NCCL's device communicator; 0 = no GIN here */
+    uint64_t window;             /* ncclWindow_t of HAL's own words (struct Words) */
+    uint64_t words;              /* where they are on this rank */
+    uint64_t peers, peer_stride; /* the same of lsa_rank 0 of this NVLink domain; lsa_rank i's are i * peer_stride on */
+    uint64_t state;              /* this rank's counters (struct Counts), device memory, zeroed at the start */
+    int32_t world, rank, lsa_size, lsa_rank; /* rank r is in the NVLink domain r / lsa_size */
+    int32_t queues, signals;                 /* contexts; indexed signals of each */
+    int32_t strong;                          /* the transport has strong signals (profile gin); else gin-weak */
+    int32_t rail;                            /* only ranks with this rank's lsa_rank can be reached */
+    int32_t slots, unused;                   /* signal slots of hal_cuda_gin_ops */
+} hal_cuda_gin;
 
 enum { HAL_CUDA_SEND = 1, HAL_CUDA_RECV = 2 };
 
@@ -90,7 +106,24 @@ typedef struct hal_cuda_combine_args {
 typedef struct hal_cuda_properties {
     int32_t world, rank, lsa_size, lsa_rank, gin_type, device, nccl_version, sms;
     char gpu[64];
+    /* ncclGinType_t: gin_type reaches every rank (0 = none does), rail_type those of the same lsa_rank. */
+    int32_t rail_type;
 } hal_cuda_properties;
+
+/* What GIN is to have, the same on all ranks, and what it got. */
+enum { HAL_CUDA_GIN_FULL = 1, HAL_CUDA_GIN_RAIL = 2 };
+typedef struct hal_cuda_gin_needs {
+    int32_t queues;        /* contexts */
+    int32_t signals;       /* indexed signals of each, for kernels */
+    int32_t strong;        /* 1: strong signals if the transport has them; 0: do without */
+    int32_t traffic_class; /* of the network; INT32_MIN = NCCL's own choice */
+    int32_t slots;         /* signal slots of the interpreter below */
+} hal_cuda_gin_needs;
+typedef struct hal_cuda_gin_properties {
+    int32_t type, connection; /* ncclGinType_t; HAL_CUDA_GIN_FULL or _RAIL */
+    int32_t contexts, connections, signals, strong, va_signals, traffic_class;
+    int32_t lsa_size, rail_size;
+} hal_cuda_gin_properties;
 
 typedef struct hal_cuda_window {
     uint64_t ptr, bytes;         /* this rank's part, as the frameworks see it */
@@ -98,12 +131,24 @@ typedef struct hal_cuda_window {
     uint64_t handle;             /* ncclWindow_t */
 } hal_cuda_window;
 
-/* One ordering word, run by the one-block interpreter kernel. */
-enum { HAL_CUDA_PUT = 0, HAL_CUDA_SIGNAL, HAL_CUDA_WAIT, HAL_CUDA_QUIET };
+/* One ordering word, run by the one-block interpreter kernel. hal_cuda_ops knows addresses only. In hal_cuda_gin_ops
+ * `address` of a signal and a wait is the slot's number, and a put with `network` has an offset in `window` as its address
+ * and one in `source_window` as its source (both handles). */
+enum {
+    HAL_CUDA_PUT = 0,
+    HAL_CUDA_SIGNAL,
+    HAL_CUDA_WAIT,
+    HAL_CUDA_QUIET,
+    HAL_CUDA_PUT_VALUE, /* the rest in hal_cuda_gin_ops only. Eight bytes over the network, `value` */
+    HAL_CUDA_ARRIVE,    /* barriers: say so to the peer; order 2 = complete */
+    HAL_CUDA_AWAIT      /* until the peer has said so; order as it was said with */
+};
 enum { HAL_CUDA_MAX_OPS = 48 }; /* of one call */
 typedef struct hal_cuda_op {
     int32_t kind, peer, order, signal_op, stage, queue;
     uint64_t address, source, bytes, value; /* address: of the peer's memory as this device addresses it */
+    uint64_t window, source_window;
+    int32_t network, source_only; /* source_only: of quiet */
 } hal_cuda_op;
 
 const char* hal_cuda_last_error(void);
@@ -117,6 +162,9 @@ int hal_cuda_comm_create(const void* id128, int world, int rank, int device, voi
 int hal_cuda_comm_adopt(void* nccl_comm, int device, void** comm);
 int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out);
 int hal_cuda_comm_destroy(void* comm, int abort);
+/* Collective, after the communicator and before its windows. Fails, saying why, where NCCL has no GIN. `out` is for
+ * kernels, and lives until the communicator goes. */
+int hal_cuda_gin_create(void* comm, const hal_cuda_gin_needs* needs, hal_cuda_gin* out, hal_cuda_gin_properties* got);
 int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out);
 int hal_cuda_window_destroy(void* comm, hal_cuda_window* window);
 
@@ -130,6 +178,42 @@ int hal_cuda_await_rows(const uint64_t* word, uint32_t sequence, const hal_cuda_
  * wait saw, or stays as it is. Uses device, state and error of `ep`. */
 int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int count, uint64_t timeout_ns, uint64_t result,
                  uint64_t stream);
+
+/* The same with what goes to other NVLink domains: relaxed puts and signals are then only posted. */
+int hal_cuda_gin_ops(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_op* ops, int count,
+                     uint64_t timeout_ns, uint64_t result, uint64_t stream);
+
+/* What GIN promises, tried out: every rank puts rows to every rank that it reaches in other domains and looks at what it
+ * got as soon as it may. `bad` must stay 0 where the contract forbids a bad outcome, and may grow in the others. */
+enum {
+    HAL_CUDA_CHECK_STRONG_WORD = 0,                /* rows, then a strong signal on a word of a window */
+    HAL_CUDA_CHECK_STRONG_SIGNAL,                  /* the same, an indexed signal */
+    HAL_CUDA_CHECK_BUNDLED_STRONG,                 /* the last row's own strong signal */
+    HAL_CUDA_CHECK_BUNDLED_WEAK,                   /* each row's own weak signal, and that row looked at */
+    HAL_CUDA_CHECK_BARRIER,                        /* a complete barrier */
+    HAL_CUDA_CHECK_QUIET_FLAG,                     /* quiet("remote"), then a flag by a relaxed put */
+    HAL_CUDA_CHECK_FLUSHED,                        /* sources overwritten after flush; then a strong signal */
+    HAL_CUDA_CHECK_MAY_FAIL,                       /* the rest may have bad outcomes: */
+    HAL_CUDA_CHECK_FLAG = HAL_CUDA_CHECK_MAY_FAIL, /* a flag by a relaxed put */
+    HAL_CUDA_CHECK_FLUSH_FLAG,                     /* flush, then a flag: flush is not quiet */
+    HAL_CUDA_CHECK_WEAK_AFTER,                     /* a weak signal of its own (with gin-weak only) */
+    HAL_CUDA_CHECK_WEAK_PRIOR,                     /* the last row's weak signal, and the others looked at */
+    HAL_CUDA_CHECK_OTHER_QUEUE,                    /* a strong signal on another queue */
+    HAL_CUDA_CHECK_BARE_BARRIER,                   /* a barrier that completes nothing */
+    HAL_CUDA_CHECK_REUSED,                         /* sources overwritten at once; then a strong signal */
+    HAL_CUDA_CHECKS
+};
+typedef struct hal_cuda_gin_check_args {
+    int32_t kind, rounds, rows, queue, threads, unused;
+    uint64_t window,
+        base;           /* a window that was just made, hal_cuda_gin_check_bytes() long, and this rank's part of it */
+    uint64_t row_bytes; /* a multiple of 8 */
+    uint64_t before;    /* rounds of kind STRONG_SIGNAL that were run on this communicator */
+    uint64_t bad, checked; /* results, 8-byte words in device memory: words of rows */
+} hal_cuda_gin_check_args;
+uint64_t hal_cuda_gin_check_bytes(const hal_cuda_gin* gin, const hal_cuda_gin_check_args* args);
+int hal_cuda_gin_check(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_gin_check_args* args,
+                       uint64_t timeout_ns, uint64_t stream);
 
 /* Counters of arrays that view slots; they outlive everything, since an array may. */
 int64_t* hal_cuda_leases(int count);
