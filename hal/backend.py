@@ -28,6 +28,27 @@ class Probe:
     fix: str = ""
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Something that a machine lacks or has set wrong, in words, and how to mend it."""
+
+    text: str
+    fix: str
+    breaks: bool = True
+    """False: slower, or less than could be, but it works."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What ``hal doctor`` says of the machine itself for one backend. Made without loading a driver."""
+
+    facts: tuple[tuple[str, str], ...]
+    """(label, text), in the order in which they are printed."""
+    problems: tuple[Problem, ...]
+    data: dict[str, Any]
+    """The facts for ``--json``: plain values under stable keys."""
+
+
 class HostPlan(Protocol):
     """Ranks of one machine laid out as several make-believe hosts; see :func:`hal.hosts.arrange`."""
 
@@ -50,6 +71,8 @@ class BackendSpec:
     plan_hosts: Callable[[int, int, str | None], HostPlan | None] | None = None
     """Called with hosts (2 at least), ranks (a multiple) and the transport that was asked for, before ranks start; raises
     ContractError or BackendUnavailable with the fix. None, and a plan of None: ``topology.nodes`` is all it takes."""
+    examine: Callable[[], Examination | None] | None = None
+    """Looks at the machine for ``hal doctor``, as cheaply as ``probe``; None: there is nothing to say here."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hal.backend import Backend, BackendSpec, HostPlan
+from hal.backend import Backend, BackendSpec, Examination, HostPlan
 from hal_cuda.probe import probe
 
 
@@ -22,6 +22,18 @@ def _plan_hosts(hosts: int, ranks: int, transport: str | None) -> HostPlan | Non
     return plan(hosts, ranks)
 
 
+def _examine() -> Examination | None:
+    from hal_cuda.fabric import examine
+
+    return examine()
+
+
 SPEC = BackendSpec(
-    "cuda", probe, _load, "lsa", "NVIDIA GPUs of one NVLink domain, through NCCL's device API", plan_hosts=_plan_hosts
+    "cuda",
+    probe,
+    _load,
+    "lsa",
+    "NVIDIA GPUs of one NVLink domain, through NCCL's device API",
+    plan_hosts=_plan_hosts,
+    examine=_examine,
 )

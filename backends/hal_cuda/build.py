@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from hal.errors import BackendUnavailable
 from hal_cuda.nccl import Nccl, installed
 
 CACHE = "HAL_CACHE"
+"""Folder for what is compiled on first use; default: XDG_CACHE_HOME, or ~/.cache."""
 ARCHITECTURES = "HAL_CUDA_ARCH"
 """Compute capabilities to compile for, as in ``9.0,10.0``; default: those of the GPUs here, or 9.0."""
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", "-Werror", "all-warnings")
@@ -140,10 +141,18 @@ def _compile_into(folder: Path, nccl: Nccl) -> None:
 
 
 def _folder(nccl: Nccl) -> Path:
-    base = os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    root = Path(base) / "hal" / "cuda"
-    root.mkdir(parents=True, exist_ok=True)
-    return root / _key(nccl)
+    return cache("cuda") / _key(nccl)
+
+
+def cache(part: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder that keeps ``part`` of what is compiled here; made if it is not there."""
+    base = environ.get(CACHE) or environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(base) / "hal" / part
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BackendUnavailable("cuda", f"cannot keep compiled files in {folder}: {error.strerror}", f"set {CACHE}") from error
+    return folder
 
 
 def _key(nccl: Nccl) -> str:
