@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
-from hal.backend import Backend, BackendSpec, Examination, HostPlan
-from hal_cuda.probe import probe
+from hal.backend import Backend, BackendSpec, Examination, HostPlan, Probe
+
+
+def _probe() -> Probe:
+    from hal_cuda.probe import probe
+
+    return probe()
 
 
 def _load() -> Backend:
@@ -30,7 +35,7 @@ def _examine() -> Examination | None:
 
 SPEC = BackendSpec(
     "cuda",
-    probe,
+    _probe,
     _load,
     "lsa",
     "NVIDIA GPUs of one NVLink domain, through NCCL's device API",

@@ -22,7 +22,6 @@ GIN_TYPES = {"none": 0, "proxy": 2, "gdaki": 3}
 _GDAKI_DMA_BUF_KERNEL = (6, 1)
 _MLX5_WANTED, _RDMA_CORE_WANTED = (1, 25), 44
 _EFA_NCCL, _EFA_PLUGIN, _EFA_DRIVER = (2, 31, 2), "1.21", (3, 3, 0)
-_CUDA_13_DRIVER = (580,)
 _OVERRIDE = 'options nvidia NVreg_RegistryDwords="PeerMappingOverride=1" in /etc/modprobe.d, then load the driver again'
 
 _Ports = list[tuple[Nic, Port]]
@@ -116,7 +115,7 @@ def _names(ports: _Ports) -> str:
 
 def _facts(machine: Machine, answer: Gin) -> Iterator[tuple[str, str]]:
     modules = "open" if machine.open_modules else "proprietary"
-    driver = f"driver {machine.driver}, {modules} kernel modules" if machine.driver else "no NVIDIA driver"
+    driver = f"driver {dotted(machine.driver)}, {modules} kernel modules" if machine.driver else "no NVIDIA driver"
     yield "GPUs", f"{machine.gpus}; {driver}; Linux {dotted(machine.kernel) or '?'}"
     for nic in machine.nics:
         for port in nic.ports:
@@ -152,7 +151,7 @@ def _data(machine: Machine, answer: Gin) -> dict[str, object]:
     """For ``hal doctor --json``."""
     return {
         "gpus": machine.gpus,
-        "driver": machine.driver,
+        "driver": dotted(machine.driver),
         "open_modules": machine.open_modules,
         "kernel": dotted(machine.kernel),
         "cards": [
@@ -175,7 +174,6 @@ def _data(machine: Machine, answer: Gin) -> dict[str, object]:
 
 
 def _problems(machine: Machine, answer: Gin) -> Iterator[Problem]:
-    yield from _driver_problems(machine)
     if machine.software_nic:
         yield from _variable_problems(machine, (*EVERYWHERE, *SOFTWARE_NIC))
         return
@@ -189,15 +187,6 @@ def _problems(machine: Machine, answer: Gin) -> Iterator[Problem]:
             "hosts cannot be joined: there is no RDMA card, so NCCL has no GIN",
             "one NVLink domain needs none (transport lsa); several hosts on this machine: hal run --backend cuda --hosts H",
             breaks=False,
-        )
-
-
-def _driver_problems(machine: Machine) -> Iterator[Problem]:
-    major = numbers(machine.driver)[:1]
-    if machine.gpus and machine.nccl_cuda == 13 and major and major < _CUDA_13_DRIVER:
-        yield Problem(
-            f"driver {machine.driver} runs programs for CUDA 12, and NCCL is of the wheel for CUDA 13",
-            "pip install 'moe-hal[cuda12]' in place of [cuda13], or install driver 580 or newer",
         )
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from hal_cuda import nccl
 from hal_cuda.variables import PLUGINS, SOFTWARE_NIC_LIBRARY
 
+CUDA_13_DRIVER = (580,)
+"""The oldest driver that runs programs made by CUDA 13."""
 _MELLANOX = "0x15b3"
 _CARDS = {
     "0x1013": "ConnectX-4", "0x1015": "ConnectX-4 Lx", "0x1017": "ConnectX-5", "0x1019": "ConnectX-5 Ex",
@@ -97,8 +99,6 @@ class Machine:
     environ: Mapping[str, str]
     nccl: tuple[int, int, int] | None
     """Version of the NCCL that HAL would open."""
-    nccl_cuda: int | None
-    """Major version of CUDA that its wheel is for."""
     memlock: int
     """Bytes that this process may pin; :data:`resource.RLIM_INFINITY` for any."""
 
@@ -116,10 +116,8 @@ class Machine:
         return len(list((self.root / "dev").glob("nvidia[0-9]*")))
 
     @cached_property
-    def driver(self) -> str:
-        """NVIDIA's driver, as in 580.95.05."""
-        found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", self.read("proc/driver/nvidia/version"))
-        return found.group(1) if found else ""
+    def driver(self) -> tuple[int, ...]:
+        return driver_version(self.root)
 
     @cached_property
     def open_modules(self) -> bool:
@@ -267,15 +265,23 @@ class Machine:
         return self.library(*names) is not None or any(amazon.glob("*ofi-nccl/lib*/libnccl-net*.so"))
 
 
+def driver_version(root: Path = Path("/")) -> tuple[int, ...]:
+    """NVIDIA's driver, as in (580, 95, 5); () without one."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(errors="replace")
+    except OSError:
+        return ()
+    found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", text)
+    return numbers(found.group(1)) if found else ()
+
+
 def this_machine(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
     """What is here; another ``root`` holds the files of another machine."""
     found = nccl.installed()
-    cuda = re.search(r"cu(\d+)$", found[0].origin) if found else None
     return Machine(
         root,
         {**_configured(root, environ), **environ},
         found[0].version if found else None,
-        int(cuda.group(1)) if cuda else None,
         resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     )
 

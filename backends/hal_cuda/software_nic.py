@@ -177,6 +177,16 @@ def library(environ: Mapping[str, str] = os.environ) -> Path:
     return _compile(environ)
 
 
+def main() -> int:
+    """Compile the plug-in ahead of time, and say where it is."""
+    try:
+        print(library())
+    except BackendUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def _compile(environ: Mapping[str, str]) -> Path:
     folder = sources()
     if folder is None:
@@ -210,3 +220,7 @@ def _compile(environ: Mapping[str, str]) -> Path:
             )
         os.replace(made, target)
     return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())
