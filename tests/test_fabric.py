@@ -384,6 +384,27 @@ def test_the_kind_asked_for(value: str, expected: str, infiniband: Fake) -> None
     assert kind(infiniband.examined()) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("HAL_NCCL_HOME", "/nowhere", "no lib/libnccl.so.2"), ("HAL_SWNIC_LIBRARY", "/nowhere.so", "it is no file"),
+        ("HAL_CUDA_ARCH", "sm_90", "no list of compute capabilities"), ("HAL_CUDA_COMBINE", "both", "pull or push"),
+    ],
+)  # fmt: skip
+def test_variables_of_our_own(name: str, value: str, why: str, infiniband: Fake) -> None:
+    infiniband.environ[name] = value
+    assert f"{name}={value} does not work here: " in only(infiniband.examined())
+    assert why in only(infiniband.examined())
+    infiniband.environ = {"HAL_CUDA_ARCH": "9.0, 10.0a", "HAL_CUDA_COMBINE": "push", "HAL_NCCL_HOME": ""}
+    assert problems(infiniband.examined()) == []
+
+
+def test_faults_on_purpose_are_mentioned(tmp_path: Path) -> None:
+    fake = Fake(tmp_path)
+    fake.environ |= {"NCCL_NET_PLUGIN": "/cache/libnccl-net-hal-swnic.so", "HAL_SWNIC_FAULTS": "reorder=1ms"}
+    assert "goes wrong on purpose: HAL_SWNIC_FAULTS=reorder=1ms" in only(fake.examined())
+
+
 def test_another_plug_in_is_mentioned(infiniband: Fake) -> None:
     infiniband.environ["NCCL_NET_PLUGIN"] = "sharp"
     found = infiniband.examined()

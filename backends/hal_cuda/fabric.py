@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hal.backend import Examination, Problem
 from hal_cuda.machine import Machine, Nic, Port, dotted, numbers, this_machine
-from hal_cuda.variables import EVERYWHERE, REAL_FABRIC, SOFTWARE_NIC, Clash, clashes
+from hal_cuda.variables import EVERYWHERE, HAL, REAL_FABRIC, SOFTWARE_NIC, Clash, clashes
 
 GIN_TYPES = {"none": 0, "proxy": 2, "gdaki": 3}
 """As NCCL numbers them (``NCCL_GIN_TYPE``)."""
@@ -174,8 +174,11 @@ def _data(machine: Machine, answer: Gin) -> dict[str, object]:
 
 
 def _problems(machine: Machine, answer: Gin) -> Iterator[Problem]:
+    yield from _variable_problems(machine, HAL)
     if machine.software_nic:
         yield from _variable_problems(machine, (*EVERYWHERE, *SOFTWARE_NIC))
+        if faults := machine.environ.get("HAL_SWNIC_FAULTS"):
+            yield Problem(f"the software NIC goes wrong on purpose: HAL_SWNIC_FAULTS={faults}", "unset it", breaks=False)
         return
     if any(nic.efa for nic in machine.nics):
         yield from _efa_problems(machine)

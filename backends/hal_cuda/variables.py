@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,24 @@ REAL_FABRIC = (
     ),
 )
 """Hosts joined by a network, beside :data:`EVERYWHERE`."""
+
+HAL = (
+    Clash(
+        "HAL_NCCL_HOME",
+        lambda value: bool(value) and not (Path(value) / "lib" / "libnccl.so.2").exists(),
+        "there is no lib/libnccl.so.2 in it, so an installed wheel is taken",
+        "correct or unset it",
+    ),
+    Clash("HAL_SWNIC_LIBRARY", lambda value: bool(value) and not Path(value).is_file(), "it is no file", "correct or unset it"),
+    Clash(
+        "HAL_CUDA_ARCH",
+        lambda value: bool(value) and not re.fullmatch(r"\s*\d+\.\d+[af]?\s*(,\s*\d+\.\d+[af]?\s*)*", value),
+        "it is no list of compute capabilities",
+        "write 9.0 or 9.0,10.0",
+    ),
+    Clash("HAL_CUDA_COMBINE", lambda value: value not in ("", "pull", "push"), "combine is pull or push", "unset it"),
+)
+"""HAL's own."""
 
 
 def clashes(environ: Mapping[str, str], table: Iterable[Clash]) -> list[Clash]:
