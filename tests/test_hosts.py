@@ -40,7 +40,8 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HAL_SWNIC_LIBRARY", str(plug_in))
-    monkeypatch.setattr(hal_cuda, "SPEC", replace(hal_cuda.SPEC, probe=lambda: Probe(True)))
+    for name in ("SPEC", "LSA"):
+        monkeypatch.setattr(hal_cuda, name, replace(getattr(hal_cuda, name), probe=lambda: Probe(True)))
     monkeypatch.setattr(software_nic, "visible_gpus", lambda environ: ("0", "1"))
     return plug_in
 
@@ -112,11 +113,7 @@ def test_bench_header_says_that_the_hosts_are_make_believe(two_gpus: Path, capsy
 def test_nodes_of_one_nvlink_domain_need_no_plan(
     hosts: int, transport: str | None, planned: bool, two_gpus: Path
 ) -> None:
-    if transport is None:
-        assert (arrange(hosts, 4, "cuda").plan is not None) == planned
-    else:
-        assert hal_cuda.SPEC.plan_hosts is not None
-        assert (hal_cuda.SPEC.plan_hosts(hosts, 4, transport) is not None) == planned
+    assert (arrange(hosts, 4, "cuda", transport).plan is not None) == planned
 
 
 def test_a_variable_that_contradicts_is_refused_before_anything_starts(
@@ -167,6 +164,7 @@ def test_a_plug_in_that_cannot_be_built_is_said_in_words(
 def test_emulated_devices_need_the_setting_only() -> None:
     assert arrange(2, 4, "host").plan is None
     assert arrange(2, 4, "ascend", "udma_emulated").plan is None
+    assert arrange(2, 4, "cuda", "gin_emulated").plan is None
     assert arrange(2, 4).describe() == []
 
 

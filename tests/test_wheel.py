@@ -72,7 +72,7 @@ def test_the_wheel_holds_configs_types_plug_in_and_headers(wheel: Path) -> None:
     kernels = ROOT / "kernels_cuda"
     compiled_later = [
         path
-        for folder, endings in (("src", (".cu", ".cuh")), ("include", (".h",)), ("software_nic", (".cpp", ".hpp")))
+        for folder, endings in (("src", (".cu", ".cuh")), ("include", (".h", ".cuh")), ("software_nic", (".cpp", ".hpp")))
         for path in (kernels / folder).iterdir()
         if path.suffix in endings
     ]

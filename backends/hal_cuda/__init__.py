@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from hal.backend import Backend, BackendSpec, Examination, HostPlan, Probe
+from collections.abc import Callable
+from typing import Any
+
+from hal.backend import Backend, BackendSpec, Examination, HostPlan, Probe, TransportSpec
 
 
 def _probe() -> Probe:
@@ -12,10 +15,28 @@ def _probe() -> Probe:
     return probe()
 
 
+def _probe_emulator() -> Probe:
+    from hal_cuda.probe import probe_emulator
+
+    return probe_emulator()
+
+
 def _load() -> Backend:
     from hal_cuda.backend import CudaBackend
 
     return CudaBackend()
+
+
+def _load_lsa() -> Callable[..., Any]:
+    from hal_cuda.backend import connect_lsa
+
+    return connect_lsa
+
+
+def _load_emulated() -> Callable[..., Any]:
+    from hal_cuda.emulated import connect_emulated
+
+    return connect_emulated
 
 
 def _plan_hosts(hosts: int, ranks: int, transport: str | None) -> HostPlan | None:
@@ -41,4 +62,13 @@ SPEC = BackendSpec(
     "NVIDIA GPUs of one NVLink domain, through NCCL's device API",
     plan_hosts=_plan_hosts,
     examine=_examine,
+)
+LSA = TransportSpec("lsa", ("cuda",), _probe, _load_lsa, "loads and stores over NVLink (NCCL's LSA team)")
+GIN_EMULATED = TransportSpec(
+    "gin_emulated",
+    ("cuda",),
+    _probe_emulator,
+    _load_emulated,
+    "the CUDA kernels on emulated GPUs, on CPUs of one machine",
+    brings_device=True,
 )

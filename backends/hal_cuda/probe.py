@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from hal.backend import Probe
@@ -21,6 +22,15 @@ def present() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def probe_emulator() -> Probe:
+    """Of emulated GPUs."""
+    if sys.platform != "linux":
+        return Probe(False, f"needs Linux (memfd), not {sys.platform}", "use a Linux machine or container")
+    if build.shipped(build.EMULATED) is None:
+        return Probe(False, f"{build.EMULATED} was not built", "install moe-hal with a C++20 compiler")
+    return Probe(True)
+
+
 def gpus() -> int:
     """GPUs that this process may see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -33,7 +43,7 @@ def gpus() -> int:
 def probe() -> Probe:
     """Usable or not, why, and how to mend it."""
     if present() == 0:
-        return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", "use backend=host here")
+        return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", "use backend=host or transport=gin_emulated here")
     if gpus() == 0:
         return Probe(False, "CUDA_VISIBLE_DEVICES hides every GPU", "unset it, or name some")
     found = nccl.installed()

@@ -18,6 +18,7 @@ from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp, profile
 from hal_cuda import native
 from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
+from hal_cuda.sizing import Tuning, tuning
 
 _LINE = 64
 _CLOSED = 1 << 32
@@ -28,8 +29,9 @@ _CLOSE_SECONDS = 1.0
 class SymmetricMemory:
     """A window on this rank; freed by the session, and not before the last array that views it is gone."""
 
-    def __init__(self, library: native.Library, comm: int, nbytes: int) -> None:
-        self._library, self._comm = library, comm
+    def __init__(self, library: native.Library, comm: int, team: range, nbytes: int) -> None:
+        """Collective. ``team``: the ranks of this one's NVLink domain."""
+        self._library, self._comm, self._team = library, comm, team
         self.record: Any = native.Window()
         library.window_create(comm, max(nbytes, 16), byref(self.record))
         self.ptr, self.nbytes = int(self.record.ptr), nbytes
@@ -38,7 +40,13 @@ class SymmetricMemory:
         """An engine's arrays still view it: it goes with the process."""
 
     def at(self, peer: int, offset: int) -> int:
-        return int(self.record.peers + peer * self.record.peer_stride + offset)
+        """As this device addresses it. ContractError for a rank of another NVLink domain, which has no address here."""
+        if peer not in self._team:
+            raise ContractError(
+                f"rank {peer} is in another NVLink domain than this rank's ({self._team[0]} … {self._team[-1]}): loads and "
+                "stores do not reach it, operations between domains need GIN"
+            )
+        return int(self.record.peers + (peer - self._team[0]) * self.record.peer_stride + offset)
 
     @property
     def in_use(self) -> bool:
@@ -67,13 +75,24 @@ class CudaSession:
     """See :class:`hal.backend.Session`. Operations are complete in the order of their calls, on every queue."""
 
     def __init__(
-        self, library: native.Library, comm: int, properties: native.Properties, config: HalConfig, bootstrap: Bootstrap
+        self,
+        library: native.Library,
+        comm: int,
+        properties: native.Properties,
+        config: HalConfig,
+        bootstrap: Bootstrap,
+        device_name: str | None = None,
     ) -> None:
+        """``device_name``: where arrays live, if not ``cuda:N``."""
         self.rank, self.world_size, self.queues = bootstrap.rank, bootstrap.world_size, config.queues
         self.profile: OrderingProfile = profile("lsa")
         self.device = int(properties.device)
+        self.device_name = device_name or f"cuda:{self.device}"
         self.properties, self.config, self.library = properties, config, library
         self._comm, self._bootstrap = comm, bootstrap
+        first = self.rank - int(properties.lsa_rank)
+        self.team = range(first, first + int(properties.lsa_size))
+        """The ranks of this one's NVLink domain."""
         self._windows: dict[int, SymmetricMemory] = {}
         self._retired: list[SymmetricMemory] = []
         self._next = 0
@@ -82,7 +101,7 @@ class CudaSession:
         self._barriers = [0] * self.world_size
         self.stream = int(library.value("stream_create", c_uint64, self.device))
         # Signal slots, one barrier slot for each peer, and the word that ends every wait, each on a line of its own.
-        self.control = SymmetricMemory(library, comm, (config.signal_slots + self.world_size + 1) * _LINE)
+        self.control = SymmetricMemory(library, comm, self.team, (config.signal_slots + self.world_size + 1) * _LINE)
         self.faults = Faults(library, self.device)
         self._ep = native.Ep(device=self.device, error=self.faults.address, abort=self.abort_word(self.rank))
         self._ops = (native.Op * native.MAX_OPS)()
@@ -96,7 +115,7 @@ class CudaSession:
     # --- windows -------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        memory = SymmetricMemory(self.library, self._comm, nbytes)
+        memory = SymmetricMemory(self.library, self._comm, self.team, nbytes)
         identity = self._next
         self._next += 1
         self._windows[identity] = memory
@@ -105,7 +124,7 @@ class CudaSession:
 
     def view(self, window: int) -> Buffer:
         memory = self._windows[window]
-        return Buffer(memory.ptr, (memory.nbytes,), "uint8", f"cuda:{self.device}", memory.owner())
+        return Buffer(memory.ptr, (memory.nbytes,), "uint8", self.device_name, memory.owner())
 
     def free(self, window: int) -> None:
         self.retire(self._windows.pop(window))
@@ -119,7 +138,7 @@ class CudaSession:
 
     def memory(self, nbytes: int) -> SymmetricMemory:
         """Collective. A window of an engine."""
-        memory = SymmetricMemory(self.library, self._comm, nbytes)
+        memory = SymmetricMemory(self.library, self._comm, self.team, nbytes)
         self._bootstrap.barrier()
         return memory
 
@@ -183,9 +202,18 @@ class CudaSession:
     # --- dispatch and combine ------------------------------------------------------------------------------------
 
     def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
+        if len(self.team) != self.world_size:
+            raise ContractError(
+                f"{self.world_size} ranks in NVLink domains of {len(self.team)}: dispatch and combine run within one domain, "
+                "set topology.nodes=1 or run fewer ranks"
+            )
         engine = CudaEngine(self, spec)
         self._engines.add(engine)
         return engine
+
+    def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
+        """Blocks and threads of an engine's launches."""
+        return tuning(spec, self.world_size, push, self.properties.sms)
 
     # --- end -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +229,7 @@ class CudaSession:
     def _end_waits(self, value: int) -> None:
         with suppress(HalError):
             word = self._staging.word(value)
-            for peer in range(self.world_size):
+            for peer in self.team:
                 if peer != self.rank:
                     self.library.copy(self.device, self.abort_word(peer), word, 8, self.stream)
             self.library.stream_sync(self.device, self.stream)
