@@ -246,7 +246,7 @@ class _RankThread(threading.Thread):
 
     def __init__(self, run: Run, fn: Callable[..., Any], args: Sequence[Any], config: Any, settings: Any) -> None:
         super().__init__(name=f"hal-rank-{run.rank}", daemon=True)
-        self.place, self._fn, self._args, self._config, self._settings = run, fn, args, config, settings
+        self.place, self._fn, self._given, self._config, self._settings = run, fn, args, config, settings
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended_at = 0.0
@@ -255,7 +255,7 @@ class _RankThread(threading.Thread):
     def run(self) -> None:
         try:
             with self._connect() as self._communicator:
-                self.result = self._fn(self._communicator, *self._args)
+                self.result = self._fn(self._communicator, *self._given)
         except BaseException as error:
             self.error, self.ended_at = error, time.monotonic()
 

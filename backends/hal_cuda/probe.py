@@ -43,7 +43,8 @@ def gpus() -> int:
 def probe() -> Probe:
     """Usable or not, why, and how to mend it."""
     if present() == 0:
-        return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", "use backend=host or transport=gin_emulated here")
+        fix = "use backend=host or transport=gin_emulated here"
+        return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", fix)
     if gpus() == 0:
         return Probe(False, "CUDA_VISIBLE_DEVICES hides every GPU", "unset it, or name some")
     found = nccl.installed()

@@ -169,6 +169,7 @@ def _as_json(chosen: Sequence[str], settings: Settings, rows: Sequence[Row]) -> 
     return {
         "overrides": list(chosen),
         "settings": asdict(settings),
+        "hosts": arranged(settings).describe(),
         "rows": [{**asdict(row), "algbw": row.algbw, "busbw": row.busbw} for row in rows],
     }
 
