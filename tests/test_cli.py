@@ -137,7 +137,7 @@ def test_doctor_names_every_backend_and_transport() -> None:
 
 def test_doctor_as_json_has_stable_keys() -> None:
     report = json.loads(ok("doctor", "--json", "--require", "host"))
-    assert set(report) == {"versions", "entries", "required"}
+    assert set(report) == {"versions", "entries", "machine", "required"}
     assert report["required"] == {"host": True}
     keys = {"name", "kind", "serves", "description", "usable", "reason", "fix"}
     assert all(set(entry) == keys for entry in report["entries"])
