@@ -8,7 +8,7 @@ ones register exactly as a stranger's would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +29,37 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """Something that a machine lacks or has set wrong, in words, and how to mend it."""
+
+    text: str
+    fix: str
+    breaks: bool = True
+    """False: slower, or less than could be, but it works."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What ``hal doctor`` says of the machine itself for one backend. Made without loading a driver."""
+
+    facts: tuple[tuple[str, str], ...]
+    """(label, text), in the order in which they are printed."""
+    problems: tuple[Problem, ...]
+    data: dict[str, Any]
+    """The facts for ``--json``: plain values under stable keys."""
+
+
+class HostPlan(Protocol):
+    """Ranks of one machine laid out as several make-believe hosts; see :func:`hal.hosts.arrange`."""
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """What ``rank`` needs in its environment before it starts."""
+
+    def describe(self) -> str:
+        """What goes where, every variable that is set, and why; lines for the person who started the run."""
+
+
+@dataclass(frozen=True)
 class BackendSpec:
     """A backend by name. ``probe`` is cheap; ``load`` imports the rest and returns a :class:`Backend`."""
 
@@ -37,6 +68,11 @@ class BackendSpec:
     load: Callable[[], Backend]
     default_transport: str
     description: str = ""
+    plan_hosts: Callable[[int, int, str | None], HostPlan | None] | None = None
+    """Called with hosts (2 at least), ranks (a multiple) and the transport that was asked for, before ranks start; raises
+    ContractError or BackendUnavailable with the fix. None, and a plan of None: ``topology.nodes`` is all it takes."""
+    examine: Callable[[], Examination | None] | None = None
+    """Looks at the machine for ``hal doctor``, as cheaply as ``probe``; None: there is nothing to say here."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hal.backend import Probe
+from hal.backend import Examination, Probe, Problem
 from hal.registry import backends, transports
 
 
@@ -40,6 +40,22 @@ def inventory() -> list[Entry]:
     for name, transport in sorted(transports().items()):
         entries.append(_entry(name, "transport", transport.backends, transport.description, transport.probe))
     return entries
+
+
+def examinations() -> dict[str, Examination]:
+    """What each backend that looks at the machine found, by its name."""
+    found = {}
+    for name, backend in sorted(backends().items()):
+        if backend.examine is None:
+            continue
+        try:
+            examination = backend.examine()
+        except Exception as error:  # As for probes.
+            text = f"its look at the machine failed: {type(error).__name__}: {error}"
+            examination = Examination((), (Problem(text, "mend or remove that package"),), {})
+        if examination is not None:
+            found[name] = examination
+    return found
 
 
 def _entry(name: str, kind: str, serves: tuple[str, ...], description: str, probe: Callable[[], Probe]) -> Entry:

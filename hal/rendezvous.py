@@ -178,7 +178,7 @@ class Server(threading.Thread):
                 if connection.rank is None:
                     self._admit(connection, message)
                 else:
-                    self._handle(connection, connection.rank, message)
+                    self._answer(connection, connection.rank, message)
         except (ValueError, KeyError, TypeError) as error:
             self._refuse(connection, f"not a HAL rank: {error}")
 
@@ -249,7 +249,7 @@ class Server(threading.Thread):
             self._ready = True
             self._tell(set(self._members), {"ready": True})
 
-    def _handle(self, connection: _Connection, rank: int, message: dict[str, Any]) -> None:
+    def _answer(self, connection: _Connection, rank: int, message: dict[str, Any]) -> None:
         if "gather" in message:
             self._gather(message["gather"], rank, message["what"], message["value"])
         elif "who" in message:

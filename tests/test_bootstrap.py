@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import os
 import secrets
@@ -10,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import types
@@ -19,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from hal import bootstrap, rendezvous
+from hal import bootstrap, launch, rendezvous
 from hal.bootstrap import Bootstrap, Run, current_run
 from hal.errors import ContractError, HalError, PeerTimeout
 from hal.rendezvous import decode, encode
@@ -415,3 +418,21 @@ def test_a_killed_run_does_not_block_the_next_of_the_same_name(tmp_path):
                 member.communicate()
         assert answers == ["[0, 1]\n"] * 2
     assert sorted(p.name for p in Path(tmp_path).iterdir()) == [f"hal-{os.getuid()}", "member.py"]
+
+
+@pytest.mark.parametrize("kind", [rendezvous.Server, launch._RankThread])
+def test_threads_keep_clear_of_their_base_class(kind: type[threading.Thread]) -> None:
+    """Python adds private attributes to Thread from release to release, and an attribute of ours would hide them."""
+    theirs = set(dir(threading.Thread)) | set(vars(threading.Thread()))
+    own = {name for name in vars(kind) if not name.startswith("__")} | set(_assigned(kind))
+    assert own & theirs <= {"run", "start", "daemon"}
+
+
+def _assigned(kind: type[threading.Thread]) -> set[str]:
+    text = textwrap.dedent(inspect.getsource(kind))
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hal_cuda import SPEC, build, nccl
+from hal_cuda import probe as hal_cuda_probe
 from hal_cuda.layout import layout, payload_bytes
 from hal_cuda.native import (
     CombineArgs,
@@ -25,6 +28,7 @@ from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate, fraction
 from hal_cuda.slots import Slots
 
 from hal.config import ExpertParallelSpec
+from hal.errors import BackendUnavailable
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,6 +74,81 @@ def test_structures_are_those_of_the_header(tmp_path):
 def test_probe_says_what_is_missing():
     probe = SPEC.probe()
     assert probe.usable or (probe.reason and probe.fix)
+
+
+@pytest.fixture
+def one_gpu(tmp_path, monkeypatch):
+    """A machine with a GPU, NCCL and an nvcc, as far as the probe looks."""
+    found = nccl.Nccl((2, 30, 7), tmp_path / "libnccl.so.2", tmp_path, "nvidia-nccl-cu13")
+    monkeypatch.setattr(hal_cuda_probe, "present", lambda: 1)
+    monkeypatch.setattr(hal_cuda_probe, "gpus", lambda: 1)
+    monkeypatch.setattr(nccl, "installed", lambda: [found])
+    monkeypatch.setattr(build, "nvcc", lambda: "/opt/cuda/bin/nvcc")
+    monkeypatch.setattr(build, "toolkit", lambda compiler: (13, 0))
+    monkeypatch.setattr(build, "ready", lambda use: None)
+    _driver(monkeypatch, (580, 95, 5))
+    return found
+
+
+def _driver(monkeypatch, version):
+    for module in (build, hal_cuda_probe):
+        monkeypatch.setattr(module, "driver_version", lambda: version)
+
+
+def test_a_machine_with_everything_is_usable(one_gpu):
+    assert SPEC.probe().usable
+
+
+@pytest.mark.parametrize(
+    ("origin", "release", "driver", "reason", "fix"),
+    [
+        ("nvidia-nccl-cu13", (13, 0), (570, 86, 15), "driver 570.86.15 runs programs for CUDA 12", "moe-hal[cuda12]"),
+        ("nvidia-nccl-cu12", (13, 0), (570, 86, 15), "CUDA 13.0, whose programs driver 570.86.15", "set CUDA_HOME"),
+        ("nvidia-nccl-cu12", (11, 8), (580, 95, 5), "CUDA 11.8, and NCCL's device API needs 12.2", "set CUDA_HOME"),
+        ("nvidia-nccl-cu12", (12, 8), (570, 86, 15), None, None),
+        ("nvidia-nccl-cu12", (13, 0), (), None, None),
+    ],
+)
+def test_cuda_12_and_13_that_do_not_fit_are_said_in_words(
+    origin, release, driver, reason, fix, one_gpu, monkeypatch
+):
+    monkeypatch.setattr(nccl, "installed", lambda: [replace(one_gpu, origin=origin)])
+    monkeypatch.setattr(build, "toolkit", lambda compiler: release)
+    _driver(monkeypatch, driver)
+    probe = SPEC.probe()
+    assert probe.usable == (reason is None)
+    if reason is not None:
+        assert reason in probe.reason
+        assert fix in probe.fix
+
+
+@pytest.mark.parametrize(
+    ("says", "fix"),
+    [
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_121'", "HAL_CUDA_ARCH=9.0"),
+        ("error: #error -- unsupported GNU version! gcc versions later than 13 are not supported!", "-ccbin g++-12"),
+        ("device.cuh(3): error: expected a ;", "see the message"),
+    ],
+)
+def test_what_nvcc_says_comes_with_a_fix(says, fix, one_gpu, tmp_path, monkeypatch):
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(f"#!/bin/sh\necho {shlex.quote(says)} >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "nvcc", lambda: str(compiler))
+    monkeypatch.setenv("HAL_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(BackendUnavailable) as error:
+        build.library(one_gpu)
+    assert says in str(error.value)
+    assert fix in str(error.value)
+    assert [path.suffix for path in (tmp_path / "cache" / "hal" / "cuda").iterdir()] == [".lock"]  # nothing half-made
+
+
+def test_the_release_is_read_from_nvcc(tmp_path):
+    compiler = tmp_path / "nvcc"
+    compiler.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    compiler.chmod(0o755)
+    assert build.toolkit(str(compiler)) == (12, 8)
+    assert build.toolkit("/no/such/nvcc") == (0, 0)
 
 
 def test_one_slot_is_little_more_than_its_rows():

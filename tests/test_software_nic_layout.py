@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_uneven_layouts_are_refused(hosts: int, ranks: int, environ: dict[str, s
         ("NCCL_GIN_ENABLE", "0", "1"),
         ("NCCL_CUMEM_ENABLE", "0", "1"),
         ("NCCL_WIN_ENABLE", "0", "1"),
+        ("NCCL_P2P_DISABLE", "1", "0"),
         ("NCCL_GIN_TYPE", "3", "2"),
         ("NCCL_NET", "IB", "hal-swnic"),
         ("NCCL_NET_PLUGIN", "/opt/libnccl-net-other.so", "/opt/libnccl-net-hal-swnic.so"),
@@ -105,7 +107,7 @@ def test_settings_that_cannot_work_are_refused_with_the_fix(
 
 
 def test_all_clashes_are_named_at_once(environ: dict[str, str]) -> None:
-    with pytest.raises(ContractError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1.*NCCL_GIN_ENABLE=0"):
+    with pytest.raises(ContractError, match=r"NCCL_GIN_ENABLE=0.*CUDA_DEVICE_MAX_CONNECTIONS=1"):
         software_nic.plan(
             2, 2, gpus=["0"], environ=environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_GIN_ENABLE": "0"}
         )
@@ -123,8 +125,15 @@ def test_named_library_must_exist(environ: dict[str, str]) -> None:
 
 def test_without_a_compiler_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software_nic.shutil, "which", lambda name: None)
-    with pytest.raises(BackendUnavailable, match=r"install g\+\+"):
-        software_nic.library({"HAL_CACHE": str(tmp_path)})
+    for named, said in (({}, "no C++ compiler for"), ({"CXX": "/no/g++ -m64"}, "no C++ compiler '/no/g++ -m64' (CXX)")):
+        with pytest.raises(BackendUnavailable, match=re.escape(said) + r".*install g\+\+"):
+            software_nic.library({"HAL_CACHE": str(tmp_path)} | named)
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BackendUnavailable, match=r"cannot keep compiled files in .*set HAL_CACHE"):
+        software_nic.library({"HAL_CACHE": str(tmp_path / "file")})
 
 
 @pytest.mark.slow

@@ -30,6 +30,15 @@ assert load_config(["workload=v3_decode"]).workload.hidden == 7168
 assert read_text(None)[1].lstrip().startswith("Apache License")
 assert "HalSearchPath" in [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
 assert hal_host.SPEC.probe().usable, hal_host.SPEC.probe()
+from hal_cuda import build, software_nic
+for sources in (build.sources(), software_nic.sources()):
+    assert str(sources).startswith({target!r}), sources
+    for file in (item for item in sources.rglob("*.*") if item.is_file()):
+        for line in file.read_text().splitlines():
+            if line.startswith('#include "'):
+                name = line.split('"')[1]
+                here = [folder / name for folder in (file.parent, build.sources() / "include")]
+                assert any(path.is_file() for path in here), (file, line)
 print("ok")
 """
 
@@ -60,6 +69,15 @@ def test_the_wheel_holds_configs_types_plug_in_and_headers(wheel: Path) -> None:
     assert not (sources | headers | {"hal/py.typed", "hydra_plugins/hal_search_path/__init__.py"}) - names
     assert "hydra_plugins/__init__.py" not in names  # The namespace is shared with other distributions.
     assert {"hal_host/__init__.py", "hal_cuda/probe.py", "hal_ascend/probe.py"} <= names
+    kernels = ROOT / "kernels_cuda"
+    compiled_later = [
+        path
+        for folder, endings in (("src", (".cu", ".cuh")), ("include", (".h", ".cuh")), ("software_nic", (".cpp", ".hpp")))
+        for path in (kernels / folder).iterdir()
+        if path.suffix in endings
+    ]
+    assert {path.parent.name for path in compiled_later} == {"src", "include", "software_nic"}
+    assert not {f"hal_cuda/kernels/{path.relative_to(kernels)}" for path in compiled_later} - names
     assert any(name.startswith("hal_host/_engine.") for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {

@@ -6,8 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hal.backend import Backend, BackendSpec, TransportSpec
-from hal_cuda.probe import probe, probe_emulator
+from hal.backend import Backend, BackendSpec, Examination, HostPlan, Probe, TransportSpec
+
+
+def _probe() -> Probe:
+    from hal_cuda.probe import probe
+
+    return probe()
+
+
+def _probe_emulator() -> Probe:
+    from hal_cuda.probe import probe_emulator
+
+    return probe_emulator()
 
 
 def _load() -> Backend:
@@ -28,17 +39,38 @@ def _load_emulated() -> Callable[..., Any]:
     return connect_emulated
 
 
+def _plan_hosts(hosts: int, ranks: int, transport: str | None) -> HostPlan | None:
+    """Over transport lsa, nodes are of the schedule's arithmetic alone, within one NVLink domain (docs/cuda.md)."""
+    if transport == "lsa":
+        return None
+    from hal_cuda.software_nic import plan
+
+    return plan(hosts, ranks)
+
+
+def _examine() -> Examination | None:
+    from hal_cuda.fabric import examine
+
+    return examine()
+
+
 SPEC = BackendSpec(
-    "cuda", probe, _load, "lsa", "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them"
+    "cuda",
+    _probe,
+    _load,
+    "lsa",
+    "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them",
+    plan_hosts=_plan_hosts,
+    examine=_examine,
 )
-LSA = TransportSpec("lsa", ("cuda",), probe, _load_nccl, "loads and stores over NVLink (NCCL's LSA team)")
+LSA = TransportSpec("lsa", ("cuda",), _probe, _load_nccl, "loads and stores over NVLink (NCCL's LSA team)")
 GIN = TransportSpec(
-    "gin", ("cuda",), probe, _load_nccl, "NVLink within a domain, NCCL's GIN (RDMA from kernels) between domains"
+    "gin", ("cuda",), _probe, _load_nccl, "NVLink within a domain, NCCL's GIN (RDMA from kernels) between domains"
 )
 GIN_EMULATED = TransportSpec(
     "gin_emulated",
     ("cuda",),
-    probe_emulator,
+    _probe_emulator,
     _load_emulated,
     "the CUDA kernels on emulated GPUs, on CPUs of one machine",
     brings_device=True,

@@ -9,11 +9,17 @@ from pathlib import Path
 
 from hal.backend import Probe
 from hal_cuda import build, nccl
+from hal_cuda.machine import CUDA_13_DRIVER, dotted, driver_version
 
 _WHEEL_FIX = (
     "pip install 'moe-hal[cuda13]' (or [cuda12]); if torch pins an older one, "
     "pip install --no-deps 'nvidia-nccl-cu13>=2.30.7'"
 )
+
+
+def present() -> int:
+    """GPUs of this machine."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def probe_emulator() -> Probe:
@@ -28,17 +34,17 @@ def probe_emulator() -> Probe:
 def gpus() -> int:
     """GPUs that this process may see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if visible is None:
-        return present
+        return present()
     named = [name for name in visible.split(",") if name.strip() and name.strip() != "-1"]
-    return min(present, len(named))
+    return min(present(), len(named))
 
 
 def probe() -> Probe:
     """Usable or not, why, and how to mend it."""
-    if not list(Path("/dev").glob("nvidia[0-9]*")):
-        return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", "use backend=host here")
+    if present() == 0:
+        fix = "use backend=host or transport=gin_emulated here"
+        return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", fix)
     if gpus() == 0:
         return Probe(False, "CUDA_VISIBLE_DEVICES hides every GPU", "unset it, or name some")
     found = nccl.installed()
@@ -49,6 +55,13 @@ def probe() -> Probe:
         needed = ".".join(map(str, nccl.MINIMUM))
         return Probe(
             False, f"NCCL {use.text} ({use.origin}) is older than {needed}, whose device API is used", _WHEEL_FIX
+        )
+    driver = driver_version()
+    if use.origin.endswith("cu13") and driver and driver < CUDA_13_DRIVER:
+        return Probe(
+            False,
+            f"driver {dotted(driver)} runs programs for CUDA 12, and NCCL is of the wheel for CUDA 13 ({use.origin})",
+            "pip uninstall nvidia-nccl-cu13; pip install 'moe-hal[cuda12]'; or install driver 580 or newer",
         )
     if build.ready(use) is None:
         why = build.why_not(use)

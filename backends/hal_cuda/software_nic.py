@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hal.errors import BackendUnavailable, ContractError
+from hal_cuda.build import cache
+from hal_cuda.variables import EVERYWHERE, SOFTWARE_NIC, SOFTWARE_NIC_LIBRARY, clashes
 
 LIBRARY = "HAL_SWNIC_LIBRARY"
 """Path of a plug-in built elsewhere."""
-CACHE = "HAL_CACHE"
-_NAME = "libnccl-net-hal-swnic.so"
 _FLAGS = (
     "-std=c++20",
     "-O2",
@@ -33,49 +35,6 @@ _FLAGS = (
     "-static-libstdc++",
     "-static-libgcc",
     "-Wl,-z,nodelete",
-)
-
-
-@dataclass(frozen=True)
-class _Clash:
-    """A variable of the user's that keeps GIN from working over the software NIC."""
-
-    name: str
-    wrong: Callable[[str], bool]
-    why: str
-    fix: str
-
-
-_CLASHES = (
-    _Clash(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        lambda value: value.strip() == "1",
-        "the NIC's copies then queue behind the kernel that waits for them, and it hangs",
-        "unset it, or set 8",
-    ),
-    _Clash(
-        "CUDA_MODULE_LOADING",
-        lambda value: value.upper() == "LAZY",
-        "a kernel loaded for the first time while another waits for its peer blocks both",
-        "unset it: EAGER is set for the ranks",
-    ),
-    _Clash("NCCL_GIN_ENABLE", lambda value: value == "0", "GIN is what crosses the hosts", "unset it"),
-    _Clash("NCCL_CUMEM_ENABLE", lambda value: value == "0", "windows need it", "unset it"),
-    _Clash("NCCL_WIN_ENABLE", lambda value: value == "0", "windows need it", "unset it"),
-    _Clash(
-        "NCCL_GIN_TYPE", lambda value: value not in ("-1", "2"), "the software NIC is of type 2 (proxy)", "unset it"
-    ),
-    _Clash("NCCL_NET", lambda value: value != "hal-swnic", "it names another network", "unset it"),
-    _Clash(
-        "NCCL_HOSTID",
-        lambda value: True,
-        "one value for all ranks makes them one host",
-        "unset it: each rank gets its host's",
-    ),
-    *(
-        _Clash(name, lambda value: Path(value).name != _NAME, "it names another plug-in", "unset it")
-        for name in ("NCCL_NET_PLUGIN", "NCCL_RMA_PLUGIN", "NCCL_GIN_PLUGIN")
-    ),
 )
 
 
@@ -186,11 +145,9 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def _refuse_clashes(environ: Mapping[str, str]) -> None:
-    wrong = [clash for clash in _CLASHES if clash.name in environ and clash.wrong(environ[clash.name])]
+    wrong = clashes(environ, (*EVERYWHERE, *SOFTWARE_NIC))
     if wrong:
-        raise ContractError(
-            "; ".join(f"{c.name}={environ[c.name]} does not work here: {c.why} ({c.fix})" for c in wrong)
-        )
+        raise ContractError("; ".join(f"{clash.text(environ)} ({clash.fix})" for clash in wrong))
 
 
 # --- the plug-in itself ----------------------------------------------------------------------------------------------
@@ -206,7 +163,7 @@ def sources() -> Path | None:
 
 
 def library(environ: Mapping[str, str] = os.environ) -> Path:
-    """The plug-in: the one named by HAL_SWNIC_LIBRARY, the installed one, or one compiled now and kept (half a minute).
+    """The plug-in: the one named by HAL_SWNIC_LIBRARY, the installed one, or one compiled now (half a minute) and kept.
 
     Raises BackendUnavailable with the fix.
     """
@@ -215,9 +172,19 @@ def library(environ: Mapping[str, str] = os.environ) -> Path:
             raise BackendUnavailable("cuda", f"{LIBRARY}={named} is no file", "correct or unset it")
         return Path(named)
     for folder in (Path(__file__).resolve().parent, Path(sysconfig.get_path("platlib")) / "hal_cuda"):
-        if (folder / "lib" / _NAME).is_file():
-            return folder / "lib" / _NAME
+        if (folder / "lib" / SOFTWARE_NIC_LIBRARY).is_file():
+            return folder / "lib" / SOFTWARE_NIC_LIBRARY
     return _compile(environ)
+
+
+def main() -> int:
+    """Compile the plug-in ahead of time, and say where it is."""
+    try:
+        print(library())
+    except BackendUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _compile(environ: Mapping[str, str]) -> Path:
@@ -226,22 +193,24 @@ def _compile(environ: Mapping[str, str]) -> Path:
         raise BackendUnavailable(
             "cuda", "the software NIC's sources are not in this installation", "install moe-hal again"
         )
-    compiler = environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise BackendUnavailable("cuda", "no C++ compiler for the software NIC", "install g++ 11 or newer, or set CXX")
+    compiler = environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    words = shlex.split(compiler or "")
+    if not words or shutil.which(words[0]) is None:
+        named = f"no C++ compiler '{compiler}' (CXX)" if compiler else "no C++ compiler"
+        raise BackendUnavailable("cuda", f"{named} for the software NIC", "install g++ 11 or newer, or set CXX to one")
     units = sorted(folder.glob("*.cpp"))
-    digest = hashlib.sha256(" ".join((compiler, *_FLAGS)).encode())
+    digest = hashlib.sha256(" ".join((*words, *_FLAGS)).encode())
     for path in sorted([*units, *folder.glob("*.hpp")]):
         digest.update(path.name.encode() + path.read_bytes())
-    base = environ.get(CACHE) or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hal"
-    target = Path(base) / f"software_nic-{digest.hexdigest()[:16]}" / _NAME
+    target = cache("software_nic", environ) / digest.hexdigest()[:16] / SOFTWARE_NIC_LIBRARY
     if target.is_file():
         return target
+    print("hal_cuda: compiling the software NIC, once (half a minute)", file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Several ranks may come at once: each compiles to a name of its own, and renaming is atomic.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / _NAME
-        command = [compiler, *_FLAGS, *map(str, units), "-o", str(made), "-pthread", "-ldl"]
+        made = Path(scratch) / SOFTWARE_NIC_LIBRARY
+        command = [*words, *_FLAGS, *map(str, units), "-o", str(made), "-pthread", "-ldl"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BackendUnavailable(
@@ -251,3 +220,7 @@ def _compile(environ: Mapping[str, str]) -> Path:
             )
         os.replace(made, target)
     return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())
