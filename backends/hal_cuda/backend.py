@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from ctypes import c_int, c_void_p
 
 from hal.backend import Session
@@ -11,10 +12,11 @@ from hal.bootstrap import Bootstrap
 from hal.config import ExpertParallelSpec, HalConfig
 from hal.errors import BackendUnavailable, ContractError, HalError
 from hal.sizing import Part
-from hal_cuda import native
+from hal_cuda import adopt, native
 from hal_cuda.session import CudaSession
 
 _UNIQUE_ID_BYTES = 128
+_log = logging.getLogger("hal.cuda")
 
 
 class CudaBackend:
@@ -23,21 +25,25 @@ class CudaBackend:
     name = "cuda"
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
-        """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ)."""
+        """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ); with a torch
+        process group the GPU that this is bound to, or that torch works on."""
         if config.transport not in (None, "lsa"):
             raise ContractError(f"transport={config.transport!r}: backend 'cuda' has one transport, 'lsa' (NVLink)")
         library = native.load()
         devices = int(library.value("device_count", c_int))
         if devices < 1:
             raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
-        device = bootstrap.rank % devices
-        identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-        if bootstrap.rank == 0:
-            library.unique_id(identity)
-        identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
-        comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
+        wanted = adopt.device_of(bootstrap)
+        device = bootstrap.rank % devices if wanted is None else wanted
+        comm = _communicator(library, bootstrap, device)
         properties = native.Properties()
         library.comm_properties(comm, ctypes.byref(properties))
+        if (properties.world, properties.rank) != (bootstrap.world_size, bootstrap.rank):
+            library.comm_destroy(comm, 0)
+            raise HalError(
+                f"the NCCL communicator has rank {properties.rank} of {properties.world} where the process group has rank "
+                f"{bootstrap.rank} of {bootstrap.world_size}"
+            )
         if properties.lsa_size != bootstrap.world_size:
             library.comm_destroy(comm, 0)
             raise HalError(
@@ -52,6 +58,22 @@ class CudaBackend:
         from hal_cuda.layout import buffer_parts
 
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
+
+
+def _communicator(library: native.Library, bootstrap: Bootstrap, device: int) -> int:
+    """Collective. A communicator over all ranks: the process group's own where that can be, which stays the group's; else
+    one of HAL's, made over the run's exchanges."""
+    pointer, reason = adopt.communicator_of(bootstrap, library, device)
+    if pointer:
+        _log.info("rank %d: NCCL communicator adopted from the process group", bootstrap.rank)
+        return int(library.value("comm_adopt", c_void_p, pointer, device))
+    if reason:
+        _log.info("NCCL communicator of HAL's own, since the process group's cannot be adopted: %s", reason)
+    identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+    if bootstrap.rank == 0:
+        library.unique_id(identity)
+    identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
+    return int(library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device))
 
 
 def gin(properties: native.Properties) -> str:

@@ -121,6 +121,8 @@ class Library:
     """The loaded library; every function raises HalError with its reason. ctypes releases the GIL during each call."""
 
     def __init__(self, path: str) -> None:
+        self.nccl_path, self.nccl_was_open = "", False
+        """The NCCL opened, and whether somebody else in this process had opened it before HAL did."""
         self._cdll = ctypes.CDLL(path)
         self._cdll.hal_cuda_last_error.restype = c_char_p
         if self._cdll.hal_cuda_abi() != ABI:
@@ -173,6 +175,7 @@ def load() -> Library:
             if not found:
                 raise BackendUnavailable("cuda", "NCCL is not installed", "pip install 'moe-hal[cuda13]'")
             library = Library(str(build.library(found[0])))
+            library.nccl_path, library.nccl_was_open = str(found[0].library), nccl.is_open(found[0].library)
             version = c_int()
             if library.raw_load_nccl(str(found[0].library).encode(), byref(version)) != 0:
                 raise BackendUnavailable("cuda", library.reason(), "install NCCL 2.30.7 or newer")
