@@ -94,7 +94,7 @@ class CudaEngine:
         self._timeout = float(spec.timeout or session.config.timeout)
         self._window = session.memory(self.place.total)
         self._slots = Slots(self.library, spec.num_buffers)
-        self._faults = Faults(self.library, session.device)
+        self._faults = Faults(self.library, session.device, session.watch)
         self._allocator = Allocator(self.library, session.device)
         self.tuning = sizing.tuning(spec, world, self._push, session.properties.sms)
         self._state_memory = int(self.library.value("malloc", c_uint64, session.device, self.library.state_bytes, 0))
@@ -451,7 +451,7 @@ class CudaEngine:
             state=self._state_memory,
             scratch=self._scratch,
             error=self._faults.address,
-            abort=session.abort_word(session.rank),
+            abort=session.abort_words,
             timeout_ns=int(self._timeout * 1e9),
             off_header=place.header,
             off_arrive=place.arrive,
@@ -523,7 +523,7 @@ class CudaEngine:
             self._faults.check(self._timeout)
         except PeerTimeout as error:
             self._failure = str(error)
-            self._session.fail()
+            self._session.fail(error)
             raise
 
     def drain(self) -> None:
@@ -535,7 +535,7 @@ class CudaEngine:
     def close(self) -> None:
         if self._closed:
             return
-        if self._session._failed:
+        if self._session.failed:
             self._closed = True
             return  # kernels may still run into their limit; the memory goes with the process
         self.drain()

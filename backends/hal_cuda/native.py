@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from ctypes import POINTER, byref, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any
@@ -29,6 +30,8 @@ STAGES = (
     "wait",
     "barrier",
 )
+ABORT_WORDS = struct.Struct("=IIQ")
+"""A rank's abort words (hal_cuda.h): the failed rank, whether any closed, the mask of those."""
 STAMPED_STAGES = (2, 3, 5)
 """Stages whose words carry the round in their upper half."""
 STAGE_WAIT, STAGE_BARRIER = 8, 9

@@ -33,10 +33,18 @@ enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.deta
 
 typedef struct hal_cuda_error {
     uint32_t claimed;
-    int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank gave up, 2 = it closed */
+    int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank failed, 2 = it closed */
     int32_t token, expert;                    /* BAD_INPUT: where, and the id found there */
     uint64_t expected, seen;
 } hal_cuda_error;
+
+/* What ends this rank's waits. Its kernels set `failed` to 1 when a wait of theirs fails; its host sets the rest when it
+ * notices how peers leave, `closed` before `any_closed`. */
+typedef struct hal_cuda_abort_words {
+    uint32_t failed;     /* 1: a wait of this rank; 2 + r: rank r failed or died. Ends every wait */
+    uint32_t any_closed; /* 1: look at `closed` */
+    uint64_t closed;     /* bit r: rank r closed, having done all it was asked to: ends the waits for it */
+} hal_cuda_abort_words;
 
 /* One ExpertParallel on one rank. Offsets are bytes from the window's start, and in a slot from the slot's start. */
 typedef struct hal_cuda_ep {
@@ -46,8 +54,7 @@ typedef struct hal_cuda_ep {
     uint64_t state;   /* this rank's counters (struct State), device memory, zeroed at the start */
     uint64_t scratch; /* this rank's own: bits of the directory, then counts by block and expert */
     uint64_t error;   /* hal_cuda_error in pinned memory, device address */
-    uint64_t abort;   /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up,
-                             the same with bit 32 = rank r closed */
+    uint64_t abort;   /* this rank's abort words (hal_cuda_abort_words), device memory that only this rank writes */
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
