@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining a run: one GPU for each rank, one NCCL communicator over all of them."""
+"""Joining a run by the transport that the settings name; ``lsa`` is one GPU for each rank and one NCCL communicator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ctypes import c_int, c_void_p
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
 from hal.config import ExpertParallelSpec, HalConfig
-from hal.errors import BackendUnavailable, ContractError, HalError
+from hal.errors import BackendUnavailable, HalError
+from hal.registry import get_transport
 from hal.sizing import Part
 from hal_cuda import adopt, native
 from hal_cuda.session import CudaSession
@@ -25,32 +26,8 @@ class CudaBackend:
     name = "cuda"
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
-        """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ); with a torch
-        process group the GPU that this is bound to, or that torch works on."""
-        if config.transport not in (None, "lsa"):
-            raise ContractError(f"transport={config.transport!r}: backend 'cuda' has one transport, 'lsa' (NVLink)")
-        library = native.load()
-        devices = int(library.value("device_count", c_int))
-        if devices < 1:
-            raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
-        wanted = adopt.device_of(bootstrap)
-        device = bootstrap.rank % devices if wanted is None else wanted
-        comm = _communicator(library, bootstrap, device)
-        properties = native.Properties()
-        library.comm_properties(comm, ctypes.byref(properties))
-        if (properties.world, properties.rank) != (bootstrap.world_size, bootstrap.rank):
-            library.comm_destroy(comm, 0)
-            raise HalError(
-                f"the NCCL communicator has rank {properties.rank} of {properties.world} where the process group has rank "
-                f"{bootstrap.rank} of {bootstrap.world_size}"
-            )
-        if properties.lsa_size != bootstrap.world_size:
-            library.comm_destroy(comm, 0)
-            raise HalError(
-                f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink, and "
-                f"{gin(properties)}: run within one NVLink domain"
-            )
-        return CudaSession(library, comm, properties, config, bootstrap)
+        session: Session = get_transport(config.transport or "lsa", "cuda").load()(config, bootstrap)
+        return session
 
     def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`."""
@@ -58,6 +35,33 @@ class CudaBackend:
         from hal_cuda.layout import buffer_parts
 
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
+
+
+def connect_lsa(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+    """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ); with a torch
+    process group the GPU that this is bound to, or that torch works on."""
+    library = native.load()
+    devices = int(library.value("device_count", c_int))
+    if devices < 1:
+        raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
+    wanted = adopt.device_of(bootstrap)
+    device = bootstrap.rank % devices if wanted is None else wanted
+    comm = _communicator(library, bootstrap, device)
+    properties = native.Properties()
+    library.comm_properties(comm, ctypes.byref(properties))
+    if (properties.world, properties.rank) != (bootstrap.world_size, bootstrap.rank):
+        library.comm_destroy(comm, 0)
+        raise HalError(
+            f"the NCCL communicator has rank {properties.rank} of {properties.world} where the process group has rank "
+            f"{bootstrap.rank} of {bootstrap.world_size}"
+        )
+    if properties.lsa_size != bootstrap.world_size:
+        library.comm_destroy(comm, 0)
+        raise HalError(
+            f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink, and "
+            f"{gin(properties)}: run within one NVLink domain"
+        )
+    return CudaSession(library, comm, properties, config, bootstrap)
 
 
 def _communicator(library: native.Library, bootstrap: Bootstrap, device: int) -> int:

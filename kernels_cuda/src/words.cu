@@ -18,10 +18,12 @@ __device__ void put(const hal_cuda_op& op) {
     const std::uint64_t step = static_cast<std::uint64_t>(gridDim.x) * blockDim.x;
     if ((op.address | op.source | op.bytes) % 16 == 0) {
         for (std::uint64_t i = first; i < op.bytes / 16; i += step)
-            reinterpret_cast<uint4*>(op.address)[i] = reinterpret_cast<const uint4*>(op.source)[i];
+            store_window(reinterpret_cast<uint4*>(op.address) + i,
+                         load_window(reinterpret_cast<const uint4*>(op.source) + i));
     } else {
         for (std::uint64_t i = first; i < op.bytes; i += step)
-            reinterpret_cast<char*>(op.address)[i] = reinterpret_cast<const char*>(op.source)[i];
+            store_window(reinterpret_cast<char*>(op.address) + i,
+                         load_window(reinterpret_cast<const char*>(op.source) + i));
     }
     __threadfence_system();
 }
@@ -65,6 +67,6 @@ extern "C" int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int c
     for (int i = 0; i < count; ++i) list.op[i] = ops[i];
     // Several blocks only for one large put: between blocks there is no order.
     const bool large = count == 1 && ops[0].kind == HAL_CUDA_PUT && ops[0].bytes > (1u << 16);
-    return launch(words_kernel, ep->device, large ? 16 : 1, 512, 0, stream, "ordering words", bounded, list,
+    return launch(words_kernel, ep->device, large ? 16 : 1, kWordThreads, 0, stream, "ordering words", bounded, list,
                   reinterpret_cast<std::uint64_t*>(result));
 }
