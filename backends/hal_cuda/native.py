@@ -12,7 +12,7 @@ from typing import Any
 from hal.errors import BackendUnavailable, HalError
 from hal_cuda import build, nccl
 
-ABI = 1
+ABI = 2
 SEND, RECV = 1, 2
 PUT, SIGNAL, WAIT, QUIET = range(4)
 MAX_OPS = 48
@@ -55,7 +55,8 @@ Ep: Any = _structure(
     (c_uint64, "off_header off_arrive off_dispatch_flags off_ready off_done off_combine_flags"),
     (
         c_uint64,
-        "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own",
+        "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own "
+        "slot_tallies",
     ),
     (c_int32, "world rank experts local_experts topk max_tokens scale_dim"),
     (c_int32, "row_bytes combine_row_bytes combine_type"),
@@ -68,7 +69,7 @@ DispatchArgs: Any = _structure(
     (c_uint64, "x topk_idx topk_weights scales"),
     (c_uint64, "pos idx weights source counts expert_counts expert_offsets host_word"),
     (c_uint32, "sequence"),
-    (c_int32, "tokens idx_is_64 cached slot phases pad_to_rows blocks threads"),
+    (c_int32, "tokens idx_is_64 cached slot next_slot phases pad_to_rows blocks threads"),
 )
 CombineArgs: Any = _structure(
     "CombineArgs",
@@ -137,7 +138,9 @@ class Library:
         leases, dlpack = self._cdll.hal_cuda_leases, self._cdll.hal_cuda_dlpack
         leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
         dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p
-        self.leases, self.dlpack = leases, dlpack
+        end = self._cdll.hal_cuda_dlpack_end
+        end.argtypes, end.restype = (c_void_p,), None
+        self.leases, self.dlpack, self.dlpack_end = leases, dlpack, end
         self.state_bytes = int(self._cdll.hal_cuda_state_bytes())
         for name, arguments in _SIGNATURES.items():
             if name.startswith("emulator_") and not hasattr(self._cdll, f"hal_cuda_{name}"):

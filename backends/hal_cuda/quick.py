@@ -77,6 +77,7 @@ class Quick:
         if scales is not None and not self._fits(scales, self._float, tokens, self._scales):
             return None
         engine, stream = self._engine, self._stream(self._index)
+        engine.admit()
         pending = engine.launch_dispatch(
             x,
             tokens,
@@ -98,7 +99,13 @@ class Quick:
 
     def _result(self, pending: Any, tokens: int) -> Dispatched:
         engine, torch, lease, state = self._engine, self._torch, pending.lease, pending.state
-        place, rows, library, device, index = engine.place, pending.state.rows, engine.library, engine.device, self._index
+        place, rows, library, device, index = (
+            engine.place,
+            pending.state.rows,
+            engine.library,
+            engine.device,
+            self._index,
+        )
         base = engine.slot_address(lease.slot)
         expert = self._layout == "expert"
         words = (rows,) if expert else (rows, self._k)

@@ -232,6 +232,7 @@ class CudaSession:
                 self._bootstrap.all_gather(None, "closing", _CLOSE_SECONDS)
         self._failed = self.failed
         self.watch.close()
+        self._notices.close()  # what it still writes lies in a window that is freed below
         for engine in list(self._engines):
             engine.close()
         with suppress(HalError):
@@ -241,7 +242,6 @@ class CudaSession:
                         memory.destroy()
             self.library.comm_destroy(self._comm, int(self._failed))
             self.library.stream_destroy(self.device, self.stream)
-        self._notices.close()
         self.faults.close()
 
 

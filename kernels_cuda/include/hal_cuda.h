@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define HAL_CUDA_ABI 1
+#define HAL_CUDA_ABI 2
 
 /* What a kernel that could not go on leaves in pinned memory; the first to fail writes it. */
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
@@ -59,6 +59,7 @@ typedef struct hal_cuda_ep {
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
     uint64_t slot_scales, slot_idx, slot_weights, slot_counts, slot_offsets, slot_meta, slot_back, slot_own;
+    uint64_t slot_tallies; /* fixed slots: [R] x (1 + L) words of the sources, and one of this rank's own */
     int32_t world, rank, experts, local_experts, topk, max_tokens, scale_dim;
     int32_t row_bytes, combine_row_bytes, combine_type; /* 0 bfloat16, 1 float16, 2 float32 */
     int32_t expert_layout, fixed_slots, alignment, slots, slot_rows;
@@ -78,7 +79,10 @@ typedef struct hal_cuda_dispatch_args {
     uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets;
     uint64_t host_word; /* pinned: sequence << 32 | rows, written as soon as the rows are known; 0 = not wanted */
     uint32_t sequence;
-    int32_t tokens, idx_is_64, cached, slot, phases;
+    int32_t tokens, idx_is_64, cached;
+    int32_t slot;      /* where the caller's arrays lie */
+    int32_t next_slot; /* fixed slots: offered to the peers for the next round as this one begins; -1 = none yet */
+    int32_t phases;
     int32_t pad_to_rows; /* rows up to here are zeroed; 0 = none beyond what the layout itself pads */
     int32_t blocks, threads;
 } hal_cuda_dispatch_args;
@@ -143,6 +147,8 @@ int64_t* hal_cuda_leases(int count);
 /* A DLManagedTensor (DLPack) of leased memory: *lease goes up now, and down when its consumer lets go. NULL: no memory. */
 void* hal_cuda_dlpack(uint64_t ptr, int device, int code, int bits, int dims, int64_t rows, int64_t columns,
                       int64_t* lease);
+/* Lets go of one that no consumer took. */
+void hal_cuda_dlpack_end(void* managed);
 
 int hal_cuda_device_count(int* count);
 int hal_cuda_malloc(int device, uint64_t bytes, uint64_t stream, uint64_t* ptr);

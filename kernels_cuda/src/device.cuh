@@ -12,12 +12,13 @@ namespace hal::cuda {
 // follow each other in stream order. What one launch counts in, the next one clears: they alternate between two sets.
 struct Counters {
     unsigned tickets[3];  // work taken beyond what the warps start with
-    unsigned arrived[2];  // blocks at the first and second grid barrier
+    unsigned arrived[3];  // blocks at the first, second and third grid barrier
     unsigned refused;     // dispatch: what is wrong with the ids
 };
 struct alignas(64) Lane {
     unsigned long long launches, epoch;  // launches so far, rounds begun so far; read as one word
     unsigned long long ended;            // combine: rounds that this rank has summed
+    unsigned long long offered[2];       // dispatch, fixed slots: the round offered ahead and its slot, by turns
     unsigned entered;                    // blocks of this launch that know the first two
     Counters counters[2];
 };
