@@ -31,8 +31,9 @@ _CLOSE_SECONDS = 1.0
 class SymmetricMemory:
     """A window on this rank; freed by the session, and not before the last array that views it is gone."""
 
-    def __init__(self, library: native.Library, comm: int, nbytes: int) -> None:
-        self._library, self._comm = library, comm
+    def __init__(self, library: native.Library, comm: int, team: range, nbytes: int) -> None:
+        """Collective. ``team``: the ranks of this one's NVLink domain."""
+        self._library, self._comm, self._team = library, comm, team
         self.record: Any = native.Window()
         library.window_create(comm, max(nbytes, 16), byref(self.record))
         self.ptr, self.nbytes = int(self.record.ptr), nbytes
@@ -41,7 +42,13 @@ class SymmetricMemory:
         """An engine's arrays still view it: it goes with the process."""
 
     def at(self, peer: int, offset: int) -> int:
-        return int(self.record.peers + peer * self.record.peer_stride + offset)
+        """As this device addresses it. ContractError for a rank of another NVLink domain, which has no address here."""
+        if peer not in self._team:
+            raise ContractError(
+                f"rank {peer} is in another NVLink domain than this rank's ({self._team[0]} … {self._team[-1]}): loads and "
+                "stores do not reach it, operations between domains need GIN"
+            )
+        return int(self.record.peers + (peer - self._team[0]) * self.record.peer_stride + offset)
 
     @property
     def in_use(self) -> bool:
@@ -85,6 +92,9 @@ class CudaSession:
         self.device_name = device_name or f"cuda:{self.device}"
         self.properties, self.config, self.library = properties, config, library
         self._comm, self._bootstrap = comm, bootstrap
+        first = self.rank - int(properties.lsa_rank)
+        self.team = range(first, first + int(properties.lsa_size))
+        """The ranks of this one's NVLink domain."""
         self._windows: dict[int, SymmetricMemory] = {}
         self._retired: list[SymmetricMemory] = []
         self._next = 0
@@ -93,7 +103,7 @@ class CudaSession:
         self._barriers = [0] * self.world_size
         self.stream = int(library.value("stream_create", c_uint64, self.device))
         # Signal slots, one barrier slot for each peer, and the words that end waits, each on a line of its own.
-        self.control = SymmetricMemory(library, comm, (config.signal_slots + self.world_size + 1) * _LINE)
+        self.control = SymmetricMemory(library, comm, self.team, (config.signal_slots + self.world_size + 1) * _LINE)
         self.abort_words = self.control.at(self.rank, (config.signal_slots + self.world_size) * _LINE)
         """Address of this rank's abort words (hal_cuda.h)."""
         self._notices = _Notices(library, self.device, self.abort_words)
@@ -108,7 +118,7 @@ class CudaSession:
     # --- windows -------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        memory = SymmetricMemory(self.library, self._comm, nbytes)
+        memory = SymmetricMemory(self.library, self._comm, self.team, nbytes)
         identity = self._next
         self._next += 1
         self._windows[identity] = memory
@@ -131,7 +141,7 @@ class CudaSession:
 
     def memory(self, nbytes: int) -> SymmetricMemory:
         """Collective. A window of an engine."""
-        memory = SymmetricMemory(self.library, self._comm, nbytes)
+        memory = SymmetricMemory(self.library, self._comm, self.team, nbytes)
         self._bootstrap.barrier()
         return memory
 
@@ -195,6 +205,11 @@ class CudaSession:
     # --- dispatch and combine ------------------------------------------------------------------------------------
 
     def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
+        if len(self.team) != self.world_size:
+            raise ContractError(
+                f"{self.world_size} ranks in NVLink domains of {len(self.team)}: dispatch and combine run within one domain, "
+                "set topology.nodes=1 or run fewer ranks"
+            )
         engine = CudaEngine(self, spec)
         self._engines.add(engine)
         return engine
