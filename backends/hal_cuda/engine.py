@@ -226,21 +226,24 @@ class CudaEngine:
         self._check()
         capturing = self._capturing(on)
         lease, offer = self._slots.for_dispatch(self._window, capturing)
-        worst = self._fixed or capturing
-        new = self._new_state(like, tokens, state, on)
-        if worst and state is None:
-            new.rows = self.place.slot_rows
-        args = self._dispatch_args
-        args.x, args.topk_idx, args.topk_weights, args.scales = addresses
-        args.idx_is_64, args.tokens, args.cached = wide, tokens, state is not None
-        args.slot, args.next_slot, args.phases = lease.slot, offer, phases
-        args.pad_to_rows = 0 if self._fixed or not (capturing or state is not None) else new.rows
-        exact = not worst and state is None
-        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
-        args.sequence, args.host_word = self._sequence, self._host_word_address + 8 * lease.slot if exact else 0
-        self._name_handle(args, new)
-        args.blocks, args.threads = self._dispatch_shape(tokens)
-        self.library.dispatch(self.description, byref(args), on)
+        try:
+            new = self._new_state(like, tokens, state, on)
+            exact = not (self._fixed or capturing) and state is None
+            if not exact and state is None:
+                new.rows = self.place.slot_rows
+            args = self._dispatch_args
+            args.x, args.topk_idx, args.topk_weights, args.scales = addresses
+            args.idx_is_64, args.tokens, args.cached = wide, tokens, state is not None
+            args.slot, args.next_slot, args.phases = lease.slot, offer, phases
+            args.pad_to_rows = 0 if self._fixed or not (capturing or state is not None) else new.rows
+            self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+            args.sequence, args.host_word = self._sequence, self._host_word_address + 8 * lease.slot if exact else 0
+            self._name_handle(args, new)
+            args.blocks, args.threads = self._dispatch_shape(tokens)
+            self.library.dispatch(self.description, byref(args), on)
+        except BaseException:
+            lease.ended = True
+            raise
         self._read_late = False
         if not capturing:
             self._slots.launched(offer)
@@ -267,9 +270,17 @@ class CudaEngine:
         return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)
 
     def received(self, pending: PendingDispatch, stream: int | None) -> Received:
+        try:
+            self.settle(pending)  # which may have done it again: what is pending is another dispatch then
+            self._finish(stream)
+            return self._arrays(pending, stream)
+        except BaseException:
+            pending.lease.ended = True
+            raise
+
+    def _arrays(self, pending: PendingDispatch, stream: int | None) -> Received:
+        """What has been received: views of its slot, or copies."""
         state, spec = pending.state, self._spec
-        self.settle(pending)
-        self._finish(stream)
         rows, place, local = state.rows, self.place, spec.num_experts // self._session.world_size
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
         base = self.slot_address(pending.lease.slot)
