@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -321,27 +319,18 @@ PARTS = {
 
 
 def write(bench: Bench, options: argparse.Namespace, seconds: float) -> None:
-    properties = bench.comm._session.properties
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()
-    record = {
-        "what": "dispatch and combine, two GPUs",
-        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "machine": f"{RANKS} x {properties.gpu.decode()}",
-        "driver": driver[0] if driver else "",
-        "nccl": properties.nccl_version,
-        "commit": os.environ.get("HAL_COMMIT", ""),
-        "command": "python benchmarks/cuda_expert_parallel.py " + " ".join(sys.argv[1:]),
-        "shape": {"hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "ranks": RANKS},
-        "seconds": round(seconds, 1),
-        "rows": bench.rows,
-    }
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
+    from hal_cuda.facts import of_session, write_record
+
+    write_record(
+        Path(options.out),
+        "dispatch and combine, two GPUs",
+        of_session(bench.comm._session),
+        RANKS,
+        "python benchmarks/cuda_expert_parallel.py " + " ".join(sys.argv[1:]),
+        shape={"hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "ranks": RANKS},
+        seconds=round(seconds, 1),
+        rows=bench.rows,
+    )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,16 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal import __version__
 from hal.errors import ContractError, HalError, PeerTimeout
 from hal.rendezvous import FRAME_LIMIT, Server, decode, encode, peer_uid, private
+
+if TYPE_CHECKING:
+    from hal.group import Group
 
 _POLL_SECONDS = 0.005
 ANSWER_SECONDS = 5.0
@@ -44,6 +47,8 @@ class Run:
     backend: str | None = None
     """What :func:`hal.connect` uses when it is told no backend, if the launcher says; ``transport`` goes with it."""
     transport: str | None = None
+    group: Group | None = field(default=None, compare=False)
+    """That stated this place (hal/group.py): a backend may use what it holds."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -75,7 +80,7 @@ def current_run(environ: Mapping[str, str] = os.environ) -> Run:
             if local != run.world_size:
                 raise ContractError(
                     f"{launcher} started {run.world_size} ranks, {local} of them on this machine; HAL's rendezvous "
-                    "joins ranks of one machine, so start all ranks on one"
+                    "joins ranks of one machine, so start all ranks on one, or pass group= with the ranks of each"
                 )
             if run.world_size == 1:
                 return run

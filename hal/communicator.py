@@ -15,6 +15,7 @@ from hal.arrays import Buffer, as_buffer, as_numpy
 from hal.bootstrap import Bootstrap, Run, current_run
 from hal.config import ExpertParallelSpec, HalConfig, Settings, TopologyConfig, check_layout, connection_config
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
+from hal.group import as_group, place_in
 from hal.ordering import Order, QuietScope, SignalOp
 from hal.registry import get_backend
 
@@ -32,23 +33,32 @@ _U64 = 1 << 64
 
 
 def connect(
-    cfg: HalConfig | Settings | Mapping[str, Any] | None = None, *, run: Run | None = None, **settings: Any
+    cfg: HalConfig | Settings | Mapping[str, Any] | None = None,
+    *,
+    run: Run | None = None,
+    group: Any = None,
+    **settings: Any,
 ) -> Communicator:
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
     ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's
     fields (an OmegaConf config too, composed groups included); ``settings`` are fields that override it. Told no backend,
-    ranks of ``hal run --backend NAME`` use that one. ``run`` states this rank's place where no launcher's variables do.
-    Collective: every rank calls it with equal settings.
+    ranks of ``hal run --backend NAME`` use that one. ``run`` states this rank's place where no launcher's variables do;
+    ``group`` takes it from a ``torch.distributed`` process group (or a :class:`hal.group.Group`) whose members all call
+    this, whatever started them. Collective: every rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.
     """
-    place = run or current_run()
-    if cfg is None and place.backend is not None and not {"backend", "transport"} & settings.keys():
+    if group is not None and run is not None:
+        raise ContractError("run and group both state this rank's place: pass one of them")
+    place = run or (current_run() if group is None else None)
+    if cfg is None and place is not None and place.backend is not None and not {"backend", "transport"} & settings.keys():
         settings |= {"backend": place.backend, "transport": place.transport}
     config = _config(cfg, settings)
     backend_spec = get_backend(config.backend, config.transport)
+    if place is None:
+        place = place_in(as_group(group), config.timeout)
     if place.nodes is not None and config.topology == TopologyConfig():
         config = replace(config, topology=TopologyConfig(place.nodes))
     bootstrap = Bootstrap(place, config.timeout)

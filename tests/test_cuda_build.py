@@ -28,7 +28,7 @@ from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate, fraction
 from hal_cuda.slots import Slots
 
 from hal.config import ExpertParallelSpec
-from hal.errors import BackendUnavailable
+from hal.errors import BackendUnavailable, CapacityError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -154,7 +154,9 @@ def test_the_release_is_read_from_nvcc(tmp_path):
 def test_one_slot_is_little_more_than_its_rows():
     spec = ExpertParallelSpec(256, 8, 7168, 8192, combine_dtype="bfloat16", num_buffers=1)
     for push in (False, True):
-        assert layout(spec, 2, push).total <= 1.05 * payload_bytes(spec, 2)
+        place = layout(spec, 2, push)
+        assert place.slot_count == 2  # one to receive in, one for combine
+        assert place.total <= 1.05 * 2 * payload_bytes(spec, 2)
 
 
 @pytest.mark.parametrize("by_expert", [False, True])
@@ -196,27 +198,81 @@ class _Counted:
         return ctypes.cast(self.memory, ctypes.POINTER(ctypes.c_int64))
 
 
-def test_the_last_free_slot_is_not_lent():
-    slots = Slots(_Counted(), 2)
-    first, view = slots.for_dispatch(None, False)
-    assert view
-    second, view = slots.for_dispatch(None, False)
-    assert not view
-    assert second.slot != first.slot
-    del second
+def test_views_leave_slots_for_the_dispatches_that_may_be_in_flight():
+    for num_buffers, views in ((1, 0), (2, 1), (3, 1), (4, 1)):
+        slots = Slots(_Counted(), num_buffers)
+        held = []
+        for _ in range(6):  # results are held while they may be; what is copied out is let go
+            lease, offer = slots.for_dispatch(None, False)
+            assert offer == -1
+            slots.launched(offer)
+            if slots.may_view(lease, False):
+                held.append(lease)
+            del lease
+        assert len(held) == views
+        flights = []
+        while slots.in_flight < slots.flight_limit:
+            flights.append(slots.for_dispatch(None, False)[0])
+            slots.in_flight += 1
+        assert len({lease.slot for lease in held + flights}) == len(held + flights)
+        assert slots.scratch(None, False).slot == num_buffers  # combine has its own
+
+
+def test_an_experts_output_is_in_combines_slot():
+    slots = Slots(_Counted(), 1)
+    output = slots.for_output(None, False)
+    assert output is not None
+    assert output.slot == slots.combine_slot
     assert slots.for_output(None, False) is None
-    del first
-    assert slots.free() == [0, 1]
+    assert slots.scratch(None, False, over_output=True).slot == output.slot
+    with pytest.raises(CapacityError, match="expert_output is held"):
+        slots.scratch(None, False)
+    output.ended = True
+    assert slots.scratch(None, False).slot == slots.combine_slot
+
+
+def test_an_offered_slot_is_nobody_elses():
+    slots = Slots(_Counted(), 3, ahead=True)
+    offered, order = -1, []
+    for turn in range(9):
+        lease, offer = slots.for_dispatch(None, False)
+        assert offered in (-1, lease.slot)
+        slots.launched(offer)
+        order.append(lease.slot)
+        assert offer != lease.slot
+        held = lease if turn % 3 == 0 else None  # noqa: F841 (holds a slot for a while)
+        offered = offer
+        del lease
+    assert len(set(order)) > 1
+    keep = [slots.for_dispatch(None, True)[0] for _ in range(2)]  # a graph's do not use up what was offered
+    assert offered not in {lease.slot for lease in keep}
+    last, _ = slots.for_dispatch(None, True)
+    assert last.slot == offered
+    del last, keep
+    again, _ = slots.for_dispatch(None, False)
+    assert again.slot == offered
+    assert not slots.may_view(again, False)
+
+
+def test_a_lost_slot_is_told_with_its_holder():
+    slots = Slots(_Counted(), 1)
+    lease, _ = slots.for_dispatch(None, False)
+    with pytest.raises(CapacityError, match=r"slot 0: an array, or a dispatch that is not received"):
+        slots.for_dispatch(None, False)
+    cycle = [lease]
+    cycle.append(cycle)  # as a traceback and its frames are
+    del lease, cycle
+    assert slots.for_dispatch(None, False)[0].slot == 0
 
 
 def test_a_graphs_slot_is_not_lent_outside():
     slots = Slots(_Counted(), 3)
-    inside, view = slots.for_dispatch(None, True)
-    assert view
+    inside, _ = slots.for_dispatch(None, True)
+    assert slots.may_view(inside, True)
     used = inside.slot
     del inside
-    outside, view = slots.for_dispatch(None, False)
-    assert view
+    outside, _ = slots.for_dispatch(None, False)
+    assert slots.may_view(outside, False)
     assert outside.slot != used
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from ctypes import c_int, c_void_p
 
 from hal.backend import Session
@@ -12,11 +13,12 @@ from hal.config import ExpertParallelSpec, HalConfig
 from hal.errors import BackendUnavailable, HalError
 from hal.registry import get_transport
 from hal.sizing import Part
-from hal_cuda import native
+from hal_cuda import adopt, native
 from hal_cuda.gin_session import Gin, GinSession
 from hal_cuda.session import CudaSession
 
 _UNIQUE_ID_BYTES = 128
+_log = logging.getLogger("hal.cuda")
 
 
 class CudaBackend:
@@ -40,19 +42,23 @@ class CudaBackend:
 
 
 def connect_nccl(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
-    """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ)."""
+    """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ); with a torch
+    process group the GPU that this is bound to, or that torch works on."""
     library = native.load()
     devices = int(library.value("device_count", c_int))
     if devices < 1:
         raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
-    device = bootstrap.rank % devices
-    identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-    if bootstrap.rank == 0:
-        library.unique_id(identity)
-    identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
-    comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
+    wanted = adopt.device_of(bootstrap)
+    device = bootstrap.rank % devices if wanted is None else wanted
+    comm = _communicator(library, bootstrap, device)
     properties = native.Properties()
     library.comm_properties(comm, ctypes.byref(properties))
+    if (properties.world, properties.rank) != (bootstrap.world_size, bootstrap.rank):
+        library.comm_destroy(comm, 0)
+        raise HalError(
+            f"the NCCL communicator has rank {properties.rank} of {properties.world} where the process group has rank "
+            f"{bootstrap.rank} of {bootstrap.world_size}"
+        )
     one_domain = properties.lsa_size == bootstrap.world_size
     try:
         if config.transport == "lsa" and not one_domain:
@@ -67,6 +73,22 @@ def connect_nccl(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     except HalError:
         library.raw_comm_destroy(comm, 0)
         raise
+
+
+def _communicator(library: native.Library, bootstrap: Bootstrap, device: int) -> int:
+    """Collective. A communicator over all ranks: the process group's own where that can be, which stays the group's; else
+    one of HAL's, made over the run's exchanges."""
+    pointer, reason = adopt.communicator_of(bootstrap, library, device)
+    if pointer:
+        _log.info("rank %d: NCCL communicator adopted from the process group", bootstrap.rank)
+        return int(library.value("comm_adopt", c_void_p, pointer, device))
+    if reason:
+        _log.info("NCCL communicator of HAL's own, since the process group's cannot be adopted: %s", reason)
+    identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+    if bootstrap.rank == 0:
+        library.unique_id(identity)
+    identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
+    return int(library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device))
 
 
 def gin_in_words(properties: native.Properties) -> str:

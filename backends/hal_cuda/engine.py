@@ -78,6 +78,11 @@ class PendingCombine:
     weights: Buffer | None
     weighted: bool
 
+    def end(self) -> None:
+        """The scratch is free for what is launched from here on, whoever still refers to this."""
+        if self.scratch is not None:
+            self.scratch.ended = True
+
 
 class CudaEngine:
     """See :class:`hal.backend.Engine`. ``dispatch`` and ``combine`` do both halves in one kernel."""
@@ -93,8 +98,9 @@ class CudaEngine:
         self.device = session.device_name
         self._timeout = float(spec.timeout or session.config.timeout)
         self._window = session.memory(self.place.total)
-        self._slots = Slots(self.library, spec.num_buffers)
-        self._faults = Faults(self.library, session.device)
+        self._fixed = spec.schedule == "latency"
+        self._slots = Slots(self.library, spec.num_buffers, ahead=self._fixed)
+        self._faults = Faults(self.library, session.device, session.watch)
         self._allocator = Allocator(self.library, session.device, self.device)
         self.tuning = session.tuning(spec, self._push)
         self._state_memory = int(self.library.value("malloc", c_uint64, session.device, self.library.state_bytes, 0))
@@ -102,19 +108,18 @@ class CudaEngine:
         self.library.stream_sync(session.device, 0)
         self._scratch = self._allocate_scratch()
         host, address = c_void_p(), c_uint64()
-        self.library.host_alloc(session.device, 8 * spec.num_buffers, byref(host), byref(address))
-        ctypes.memset(host, 0, 8 * spec.num_buffers)
+        self.library.host_alloc(session.device, 8 * self._slots.count, byref(host), byref(address))
+        ctypes.memset(host, 0, 8 * self._slots.count)
         # One word for each slot: as many dispatches may be on their way.
         self._host_word, self._host_word_address = host.value or 0, int(address.value)
         self._sequence = 0
-        self._fixed = spec.schedule == "latency"
         self._places: dict[int, HandleLayout] = {}
         self._last_stream: int | None = None
         self._combine_open = False
+        self._read_late = False
+        """Peers may still read an expert's output: until the next dispatch nobody writes there."""
         self._closed = False
         self._failure: str | None = None
-        self._in_flight = 0
-        self._flight_limit = max(1, spec.num_buffers - 1)
         self._whole = PendingCombine(
             State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 8), 0), None, None, None, False
         )
@@ -144,6 +149,7 @@ class CudaEngine:
         stream: int | None,
     ) -> Received:
         """Both halves as one kernel."""
+        self.admit()
         pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND | native.RECV)
         return self.received(pending, stream)
 
@@ -156,31 +162,39 @@ class CudaEngine:
         state: State | None,
         stream: int | None,
     ) -> PendingDispatch:
-        if self._in_flight == self._flight_limit:
-            raise CapacityError(
-                f"dispatches in flight with num_buffers={self._spec.num_buffers}",
-                self._in_flight + 1,
-                self._flight_limit,
-                "receive an earlier dispatch first, or raise num_buffers",
-            )
+        self.admit()
         pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND)
         self._finish(stream)  # callers without streams may change their arrays now
-        self._in_flight += 1
+        self._slots.in_flight += 1
         return pending
 
+    def admit(self) -> None:
+        """Refuse a dispatch for which no receive slot is sure to be free; on all ranks alike."""
+        slots = self._slots
+        if slots.in_flight == slots.flight_limit:
+            raise CapacityError(
+                f"dispatches in flight with num_buffers={self._spec.num_buffers}",
+                slots.in_flight + 1,
+                slots.flight_limit,
+                "receive an earlier dispatch first, or raise num_buffers",
+            )
+
     def dispatch_recv(self, pending: PendingDispatch, stream: int | None) -> Received:
-        self._in_flight -= 1
-        self.settle(pending)
-        on = self._on(stream)
-        args = self._dispatch_args
-        self._name_handle(args, pending.state)
-        args.tokens, args.cached, args.slot = 0, int(pending.state.shared is not None), pending.lease.slot
-        args.phases, args.host_word, args.pad_to_rows = native.RECV, 0, 0
-        args.blocks, args.threads = (
-            self.tuning.dispatch_blocks if self._spec.layout == "expert" else min(8, self.tuning.dispatch_blocks),
-            self.tuning.threads,
-        )
-        self.library.dispatch(self.description, byref(args), on)
+        self._slots.in_flight -= 1
+        try:
+            self.settle(pending)
+            args = self._dispatch_args
+            self._name_handle(args, pending.state)
+            args.tokens, args.cached, args.slot = 0, int(pending.state.shared is not None), pending.lease.slot
+            args.phases, args.host_word, args.pad_to_rows, args.next_slot = native.RECV, 0, 0, -1
+            blocks, spread = self.tuning.dispatch_blocks, self._fixed or self._spec.layout == "expert"
+            args.blocks, args.threads = blocks if spread else min(8, blocks), self.tuning.threads
+            on = self._on(stream)
+            self.library.dispatch(self.description, byref(args), on)
+            pending.view = self._slots.may_view(pending.lease, self._capturing(on))
+        except BaseException:
+            pending.lease.ended = True
+            raise
         return self.received(pending, stream)
 
     def _dispatch(
@@ -211,23 +225,30 @@ class CudaEngine:
         on = self._on(stream)
         self._check()
         capturing = self._capturing(on)
-        lease, view = self._slots.for_dispatch(self._window, capturing)
-        worst = self._fixed or capturing
-        new = self._new_state(like, tokens, state, on)
-        if worst and state is None:
-            new.rows = self.place.slot_rows
-        args = self._dispatch_args
-        args.x, args.topk_idx, args.topk_weights, args.scales = addresses
-        args.idx_is_64, args.tokens, args.cached = wide, tokens, state is not None
-        args.slot, args.phases = lease.slot, phases
-        args.pad_to_rows = 0 if self._fixed or not (capturing or state is not None) else new.rows
-        exact = not worst and state is None
-        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
-        args.sequence, args.host_word = self._sequence, self._host_word_address + 8 * lease.slot if exact else 0
-        self._name_handle(args, new)
-        args.blocks, args.threads = self._dispatch_shape(tokens)
-        self.library.dispatch(self.description, byref(args), on)
+        lease, offer = self._slots.for_dispatch(self._window, capturing)
+        try:
+            new = self._new_state(like, tokens, state, on)
+            exact = not (self._fixed or capturing) and state is None
+            if not exact and state is None:
+                new.rows = self.place.slot_rows
+            args = self._dispatch_args
+            args.x, args.topk_idx, args.topk_weights, args.scales = addresses
+            args.idx_is_64, args.tokens, args.cached = wide, tokens, state is not None
+            args.slot, args.next_slot, args.phases = lease.slot, offer, phases
+            args.pad_to_rows = 0 if self._fixed or not (capturing or state is not None) else new.rows
+            self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+            args.sequence, args.host_word = self._sequence, self._host_word_address + 8 * lease.slot if exact else 0
+            self._name_handle(args, new)
+            args.blocks, args.threads = self._dispatch_shape(tokens)
+            self.library.dispatch(self.description, byref(args), on)
+        except BaseException:
+            lease.ended = True
+            raise
+        self._read_late = False
+        if not capturing:
+            self._slots.launched(offer)
         call = (like, tokens, addresses, wide, state, stream, phases)
+        view = self._slots.may_view(lease, capturing)
         return PendingDispatch(new, lease, view, self._sequence if exact else 0, call)
 
     def settle(self, pending: PendingDispatch) -> None:
@@ -249,9 +270,17 @@ class CudaEngine:
         return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)
 
     def received(self, pending: PendingDispatch, stream: int | None) -> Received:
+        try:
+            self.settle(pending)  # which may have done it again: what is pending is another dispatch then
+            self._finish(stream)
+            return self._arrays(pending, stream)
+        except BaseException:
+            pending.lease.ended = True
+            raise
+
+    def _arrays(self, pending: PendingDispatch, stream: int | None) -> Received:
+        """What has been received: views of its slot, or copies."""
         state, spec = pending.state, self._spec
-        self.settle(pending)
-        self._finish(stream)
         rows, place, local = state.rows, self.place, spec.num_experts // self._session.world_size
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
         base = self.slot_address(pending.lease.slot)
@@ -303,7 +332,8 @@ class CudaEngine:
         """[N, hidden] of the combined type, in the window if a slot can be spared: combine then copies nothing."""
         on = self._on(stream)
         shape, dtype = (state.rows, self._spec.hidden), self._spec.combine_dtype or self._spec.dtype
-        lease = self._slots.for_output(self._window, self._capturing(on)) if not self._push else None
+        spare = not self._push and not self._read_late
+        lease = self._slots.for_output(self._window, self._capturing(on)) if spare else None
         if lease is None:
             return self._allocator.empty(like, shape, dtype, on)
         ptr = self._window.ptr + self.place.slots + lease.slot * self.place.slot_bytes
@@ -320,17 +350,22 @@ class CudaEngine:
     ) -> tuple[Buffer, Buffer | None]:
         """Both halves as one kernel."""
         pending = self._pending_combine(x, state, topk_weights, weighted, stream, fused=True)
-        return self._combine(pending, bias, stream, native.SEND | native.RECV)
+        try:
+            return self._combine(pending, bias, stream, native.SEND | native.RECV)
+        finally:
+            pending.end()
 
     def combine_send(
         self, x: Buffer, state: State, topk_weights: Buffer | None, weighted: bool, stream: int | None
     ) -> PendingCombine:
-        if self._combine_open:
-            raise ContractError("a combine_send is still without its combine_recv: receive it before the next one")
         pending = self._pending_combine(x, state, topk_weights, weighted, stream, fused=False)
-        args = self._name_combine(pending, native.SEND, x.ptr, -1)
-        self.library.combine(self.description, byref(args), self._on(stream))
-        self._finish(stream)
+        try:
+            args = self._name_combine(pending, native.SEND, x.ptr, -1)
+            self.library.combine(self.description, byref(args), self._on(stream))
+            self._finish(stream)
+        except BaseException:
+            pending.end()
+            raise
         self._combine_open = True
         return pending
 
@@ -338,15 +373,22 @@ class CudaEngine:
         self, pending: PendingCombine, bias: Sequence[Buffer], stream: int | None
     ) -> tuple[Buffer, Buffer | None]:
         self._combine_open = False
-        return self._combine(pending, bias, stream, native.RECV)
+        try:
+            return self._combine(pending, bias, stream, native.RECV)
+        finally:
+            pending.end()
 
     def _pending_combine(
         self, x: Buffer, state: State, weights: Buffer | None, weighted: bool, stream: int | None, *, fused: bool
     ) -> PendingCombine:
         on = self._on(stream)
         self._check()
-        needs = self._push or weights is not None or not fused or self._offset(x) < 0
-        scratch = self._slots.scratch(self._window, self._capturing(on)) if needs else None
+        self._refuse_open_combine()
+        offset = self._offset(x)
+        needs = self._push or weights is not None or not fused or offset < 0
+        in_output = self._in_output(offset)
+        self._read_late |= in_output
+        scratch = self._slots.scratch(self._window, self._capturing(on), in_output) if needs else None
         return PendingCombine(state, x, scratch, weights, weighted)
 
     def _combine(
@@ -371,13 +413,16 @@ class CudaEngine:
         """Arguments of a combine in one launch, without weights to carry or biases; the caller fills in where to."""
         self._on(on)
         self._check()
+        self._refuse_open_combine()
         pending = self._whole
         pending.state, pending.weighted = state, weighted
         offset = self._offset_of(x, nbytes)
+        self._read_late |= self._in_output(offset)
         pending.scratch = self._slots.scratch(self._window, self._capturing(on)) if self._push or offset < 0 else None
-        args = self._name_combine(pending, native.SEND | native.RECV, x, offset)
-        pending.scratch = None  # free for the next call: launches follow one another
-        return args
+        try:
+            return self._name_combine(pending, native.SEND | native.RECV, x, offset)
+        finally:
+            pending.scratch = None  # free for the next call: launches follow one another
 
     def _name_combine(self, pending: PendingCombine, phases: int, x: int, offset: int) -> Any:
         args, state = self._combine_args, pending.state
@@ -391,7 +436,7 @@ class CudaEngine:
         args.weights = own + handle.weights
         args.source = (own if self._spec.layout == "expert" else shared) + handle.source
         args.window_offset = offset
-        args.late_done = offset >= 0 and self._slots.is_output((offset - self.place.slots) // self.place.slot_bytes)
+        args.late_done = self._in_output(offset)
         args.tokens, args.weighted, args.phases = state.tokens, pending.weighted, phases
         args.scratch_slot = pending.scratch.slot if pending.scratch is not None else 0
         args.push, args.push_blocks = self._push, self.tuning.push_blocks
@@ -456,7 +501,7 @@ class CudaEngine:
             state=self._state_memory,
             scratch=self._scratch,
             error=self._faults.address,
-            abort=session.abort_word(session.rank),
+            abort=session.abort_words,
             timeout_ns=int(self._timeout * 1e9),
             off_header=place.header,
             off_arrive=place.arrive,
@@ -474,6 +519,7 @@ class CudaEngine:
             slot_meta=place.slot_meta,
             slot_back=place.slot_back,
             slot_own=place.slot_own,
+            slot_tallies=place.slot_tallies,
             world=session.world_size,
             rank=session.rank,
             experts=spec.num_experts,
@@ -487,7 +533,7 @@ class CudaEngine:
             expert_layout=int(spec.layout == "expert"),
             fixed_slots=int(self._fixed),
             alignment=spec.alignment,
-            slots=spec.num_buffers,
+            slots=place.slot_count,
             slot_rows=place.slot_rows,
             owner_inverse=min(0xFFFFFFFF // (spec.num_experts // session.world_size) + 1, 0xFFFFFFFF),
             keep_source=int(self._push),
@@ -500,6 +546,14 @@ class CudaEngine:
     def _offset_of(self, ptr: int, nbytes: int) -> int:
         at = ptr - self._window.ptr
         return int(at) if at >= 0 and at + nbytes <= self._window.nbytes and nbytes else -1
+
+    def _refuse_open_combine(self) -> None:
+        if self._combine_open:
+            raise ContractError("a combine_send is still without its combine_recv: receive it before the next combine")
+
+    def _in_output(self, offset: int) -> bool:
+        """Whether rows at this offset lie where ep.expert_output puts them."""
+        return offset >= self.place.slots + self._slots.combine_slot * self.place.slot_bytes
 
     def _on(self, stream: int | None) -> int:
         """The stream to launch on. Launches of one engine follow each other, so a change of stream is ordered."""
@@ -528,7 +582,7 @@ class CudaEngine:
             self._faults.check(self._timeout)
         except PeerTimeout as error:
             self._failure = str(error)
-            self._session.fail()
+            self._session.fail(error)
             raise
 
     def drain(self) -> None:
@@ -540,12 +594,12 @@ class CudaEngine:
     def close(self) -> None:
         if self._closed:
             return
-        if self._session._failed:
+        if self._session.failed:
             self._closed = True
             return  # kernels may still run into their limit; the memory goes with the process
         self.drain()
         self._closed = True
-        if len(self._slots.free()) < self._spec.num_buffers:
+        if self._slots.any_held():
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
         for memory in (self._state_memory, self._scratch):

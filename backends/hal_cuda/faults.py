@@ -9,6 +9,7 @@ from typing import Any
 
 from hal.errors import ContractError, PeerTimeout
 from hal_cuda import native
+from hal_cuda.watch import Watch
 
 
 class PeerRefused(ContractError):
@@ -21,8 +22,8 @@ _REASONS = ("no answer", "it failed and said so", "it closed its communicator")
 class Faults:
     """One record that the device writes and the host reads without asking the device."""
 
-    def __init__(self, library: native.Library, device: int) -> None:
-        self._library = library
+    def __init__(self, library: native.Library, device: int, watch: Watch) -> None:
+        self._library, self._watch = library, watch
         host, address = c_void_p(), c_uint64()
         size = ctypes.sizeof(native.Error)
         library.host_alloc(device, size, byref(host), byref(address))
@@ -45,7 +46,7 @@ class Faults:
                 expected=record.expected >> 32 if stamped else record.expected,
                 seen=record.seen >> 32 if stamped else record.seen,
                 seconds=timeout if record.detail == 0 else 0.0,
-                reason=_REASONS[record.detail],
+                reason=self._watch.reason(record.rank) or _REASONS[record.detail],
             )
         copy = native.Error.from_buffer_copy(record)
         ctypes.memset(self.host, 0, ctypes.sizeof(native.Error))

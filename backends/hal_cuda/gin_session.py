@@ -245,20 +245,11 @@ class GinSession(CudaSession):
 
     # --- end -----------------------------------------------------------------------------------------------------
 
-    def _end_waits(self, value: int) -> None:
-        super()._end_waits(value)
-        if not self._failed:  # nobody is told that this rank has gone before what it put is there
-            for queue in range(self.queues):
-                with suppress(HalError):
-                    self._run([_op(native.QUIET, -1, queue, Order.STRONG)])
-        others = [peer for peer in range(self.world_size) if peer not in self.team and self._reaches(peer)]
-        word = {"address": self._abort_offset, "window": self.control.record.handle, "value": value}
-        ops = [_op(native.PUT_VALUE, peer, 0, Order.RELAXED, network=1, **word) for peer in others]
-        for start in range(0, len(ops), native.MAX_OPS):
-            with suppress(HalError):  # after a failure every call reports it again, and has posted all the same
-                self._run(ops[start : start + native.MAX_OPS])
-        with suppress(HalError):
-            self._run([_op(native.QUIET, -1, 0, Order.STRONG)])
+    def _settle(self) -> None:
+        super()._settle()
+        for queue in range(self.queues):
+            with suppress(HalError):
+                self._run([_op(native.QUIET, -1, queue, Order.STRONG)])
 
     def _memories(self) -> list[SymmetricMemory]:
         return [*super()._memories(), self._outbox]

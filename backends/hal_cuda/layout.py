@@ -5,8 +5,9 @@
 
     headers | arrival counters | row flags | combine's words | slot 0 | slot 1 | …
 
-A slot holds one dispatch's received rows, scales, ids, weights and row sources. Combine uses a free slot as its scratch:
-rows pushed by peers, or this rank's rows when they lie outside the window.
+A slot holds one dispatch's received rows, scales, ids, weights and row sources. The last slot is combine's: rows pushed by
+peers, this rank's rows when they lie outside the window, or the experts' output. Schedule latency has in every slot what the
+sources say of their rows; the place of the headers then has the offers.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Layout:
     slot_meta: int
     slot_back: int
     slot_own: int
+    slot_tallies: int
     slot_bytes: int
     header: int
     arrive: int
@@ -53,6 +55,7 @@ class Layout:
     done: int
     combine_flags: int
     slots: int
+    slot_count: int
     total: int
 
 
@@ -75,7 +78,10 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
     back = aligned((sources if push else rows) * combine_row_bytes)
     own = back + aligned(sources * k * 4 if push else rows * per_row * 4)
     scratch = own + (spec.max_tokens * spec.hidden * 4 if push and spec.layout == "expert" else 0)
-    slot_bytes = aligned(max(received, scratch), 4096)
+    # Beyond what a combine may leave behind: words here count only with their round's stamp.
+    tallies = aligned(max(received, scratch))
+    tally_words = world * (1 + spec.num_experts // world) + 1 if spec.schedule == "latency" else 0
+    slot_bytes = aligned(tallies + tally_words * 8, 4096)
 
     header = 0
     arrive = header + aligned(world * (1 + world + spec.num_experts) * 8)
@@ -97,6 +103,7 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
         slot_meta=meta,
         slot_back=back,
         slot_own=own,
+        slot_tallies=tallies,
         slot_bytes=slot_bytes,
         header=header,
         arrive=arrive,
@@ -105,8 +112,14 @@ def layout(spec: ExpertParallelSpec, world: int, push: bool) -> Layout:
         done=done,
         combine_flags=combine_flags,
         slots=slots,
-        total=slots + spec.num_buffers * slot_bytes,
+        slot_count=slot_count(spec),
+        total=slots + slot_count(spec) * slot_bytes,
     )
+
+
+def slot_count(spec: ExpertParallelSpec) -> int:
+    """Receive slots, and combine's."""
+    return spec.num_buffers + 1
 
 
 def buffer_parts(spec: ExpertParallelSpec, world: int, push: bool) -> list[Part]:
@@ -118,13 +131,15 @@ def buffer_parts(spec: ExpertParallelSpec, world: int, push: bool) -> list[Part]
         received = "most rows x (row + scales + 8 B) + ranks x max_tokens x (12 B x top_k + 4 B)"
     summed = "ranks x max_tokens" if push else "most rows"
     scratch = f"{summed} x combined row and weights" + (" + sums" if push and spec.layout == "expert" else "")
+    if spec.schedule == "latency":
+        received += " + ranks x 8 B x (1 + local experts)"
     return [
         Part("headers", place.arrive - place.header, "ranks x 8 B x (1 + ranks + num_experts)"),
         Part("arrivals", place.dispatch_flags - place.arrive, "ranks x 64 B"),
         Part("row flags", place.ready - place.dispatch_flags, "ranks x max_tokens x 4 B"),
         Part("combine", place.combine_flags - place.ready, "5 x ranks x 64 B: ready and done words"),
         Part("sum flags", place.slots - place.combine_flags, "ranks x max_tokens x 4 B"),
-        Part("slots", place.total - place.slots, f"num_buffers x max({received}, {scratch})"),
+        Part("slots", place.total - place.slots, f"(num_buffers + 1) x max({received}, {scratch})"),
     ]
 
 

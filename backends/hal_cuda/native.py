@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from ctypes import POINTER, byref, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from hal.errors import BackendUnavailable, HalError
 from hal_cuda import build, nccl
 
-ABI = 1
+ABI = 2
 SEND, RECV = 1, 2
 PUT, SIGNAL, WAIT, QUIET, PUT_VALUE, ARRIVE, AWAIT = range(7)
 MAX_OPS = 48
@@ -31,6 +32,8 @@ STAGES = (
     "sources read by the network",
     "arrival at the peer",
 )
+ABORT_WORDS = struct.Struct("=IIQ")
+"""A rank's abort words (hal_cuda.h): the failed rank, whether any closed, the mask of those."""
 STAMPED_STAGES = (2, 3, 5)
 """Stages whose words carry the round in their upper half."""
 STAGE_WAIT, STAGE_BARRIER = 8, 9
@@ -54,7 +57,8 @@ Ep: Any = _structure(
     (c_uint64, "off_header off_arrive off_dispatch_flags off_ready off_done off_combine_flags"),
     (
         c_uint64,
-        "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own",
+        "off_slots slot_bytes slot_scales slot_idx slot_weights slot_counts slot_offsets slot_meta slot_back slot_own "
+        "slot_tallies",
     ),
     (c_int32, "world rank experts local_experts topk max_tokens scale_dim"),
     (c_int32, "row_bytes combine_row_bytes combine_type"),
@@ -67,7 +71,7 @@ DispatchArgs: Any = _structure(
     (c_uint64, "x topk_idx topk_weights scales"),
     (c_uint64, "pos idx weights source counts expert_counts expert_offsets host_word"),
     (c_uint32, "sequence"),
-    (c_int32, "tokens idx_is_64 cached slot phases pad_to_rows blocks threads"),
+    (c_int32, "tokens idx_is_64 cached slot next_slot phases pad_to_rows blocks threads"),
 )
 CombineArgs: Any = _structure(
     "CombineArgs",
@@ -154,6 +158,8 @@ class Library:
     """The loaded library; every function raises HalError with its reason. ctypes releases the GIL during each call."""
 
     def __init__(self, path: str) -> None:
+        self.nccl_path, self.nccl_was_open = "", False
+        """The NCCL opened, and whether somebody else in this process had opened it before HAL did."""
         self._cdll = ctypes.CDLL(path)
         self._cdll.hal_cuda_last_error.restype = c_char_p
         if self._cdll.hal_cuda_abi() != ABI:
@@ -163,7 +169,9 @@ class Library:
         leases, dlpack = self._cdll.hal_cuda_leases, self._cdll.hal_cuda_dlpack
         leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
         dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p
-        self.leases, self.dlpack = leases, dlpack
+        end = self._cdll.hal_cuda_dlpack_end
+        end.argtypes, end.restype = (c_void_p,), None
+        self.leases, self.dlpack, self.dlpack_end = leases, dlpack, end
         check_bytes = self._cdll.hal_cuda_gin_check_bytes
         check_bytes.argtypes, check_bytes.restype = (c_void_p, c_void_p), c_uint64
         self.gin_check_bytes = check_bytes
@@ -226,6 +234,7 @@ def load() -> Library:
             if not found:
                 raise BackendUnavailable("cuda", "NCCL is not installed", "pip install 'moe-hal[cuda13]'")
             library = Library(str(build.library(found[0])))
+            library.nccl_path, library.nccl_was_open = str(found[0].library), nccl.is_open(found[0].library)
             version = c_int()
             if library.raw_load_nccl(str(found[0].library).encode(), byref(version)) != 0:
                 raise BackendUnavailable("cuda", library.reason(), "install NCCL 2.30.7 or newer")

@@ -40,6 +40,14 @@ def installed() -> list[Nccl]:
     return found if os.environ.get(HOME) else sorted(found, key=lambda nccl: nccl.version, reverse=True)
 
 
+def is_open(library: Path) -> bool:
+    """Whether this process has loaded that very file, whoever opened it."""
+    wanted = library.resolve()
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        paths = {line.split(maxsplit=5)[5].strip() for line in lines if "libnccl" in line}
+    return any(os.path.exists(path) and os.path.samefile(path, wanted) for path in paths)
+
+
 def _from_home() -> Nccl | None:
     home = os.environ.get(HOME)
     return _at(Path(home), HOME) if home else None

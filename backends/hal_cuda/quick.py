@@ -77,6 +77,7 @@ class Quick:
         if scales is not None and not self._fits(scales, self._float, tokens, self._scales):
             return None
         engine, stream = self._engine, self._stream(self._index)
+        engine.admit()
         pending = engine.launch_dispatch(
             x,
             tokens,

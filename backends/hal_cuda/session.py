@@ -10,18 +10,20 @@ from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from typing import Any
 
+from hal_host.mesh import connect_mesh
+
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
 from hal.config import ExpertParallelSpec, HalConfig
-from hal.errors import ContractError, HalError
+from hal.errors import ContractError, HalError, PeerTimeout
 from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp, profile
 from hal_cuda import native
 from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
 from hal_cuda.sizing import Tuning, tuning
+from hal_cuda.watch import Watch
 
 _LINE = 64
-_CLOSED = 1 << 32
 _CLOSE_SECONDS = 1.0
 """How long a healthy rank waits at close for peers that may still write here."""
 
@@ -100,22 +102,18 @@ class CudaSession:
         self._failed = self._closed = False
         self._barriers = [0] * self.world_size
         self.stream = int(library.value("stream_create", c_uint64, self.device))
-        # Signal slots, one barrier slot for each peer, and the word that ends every wait, each on a line of its own.
+        # Signal slots, one barrier slot for each peer, and the words that end waits, each on a line of its own.
         self.control = self._symmetric((config.signal_slots + self.world_size + 1) * _LINE)
-        self.faults = Faults(library, self.device)
-        self._ep = native.Ep(device=self.device, error=self.faults.address, abort=self.abort_word(self.rank))
+        self.abort_words = self.control.at(self.rank, (config.signal_slots + self.world_size) * _LINE)
+        """Address of this rank's abort words (hal_cuda.h)."""
+        self._notices = _Notices(library, self.device, self.abort_words)
+        self.watch = Watch(self.rank, connect_mesh(bootstrap), self._notices.write)
+        self.faults = Faults(library, self.device, self.watch)
+        self._ep = native.Ep(device=self.device, error=self.faults.address, abort=self.abort_words)
         self._ops = (native.Op * native.MAX_OPS)()
         self._staging = _Staging(library, self.device)
         self._result, self._result_address = _pinned_word(library, self.device)
         bootstrap.barrier()
-
-    @property
-    def _abort_offset(self) -> int:
-        return (self.config.signal_slots + self.world_size) * _LINE
-
-    def abort_word(self, peer: int) -> int:
-        """Address of the word that ends every wait of ``peer``, a rank of this rank's NVLink domain."""
-        return self.control.at(peer, self._abort_offset)
 
     # --- windows -------------------------------------------------------------------------------------------------
 
@@ -203,8 +201,8 @@ class CudaSession:
     def check(self, timeout: float) -> None:
         try:
             self.faults.check(timeout)
-        except HalError:
-            self._failed = True
+        except PeerTimeout as error:
+            self.fail(error)
             raise
 
     # --- dispatch and combine ------------------------------------------------------------------------------------
@@ -225,34 +223,33 @@ class CudaSession:
 
     # --- end -----------------------------------------------------------------------------------------------------
 
-    def fail(self) -> None:
-        """A wait of this rank failed: the NCCL communicator can only be aborted."""
+    @property
+    def failed(self) -> bool:
+        """Somebody of the run failed: its memory may still be written, and NCCL can only be aborted."""
+        return self._failed or self.watch.lost is not None
+
+    def fail(self, error: PeerTimeout) -> None:
+        """A wait of this rank failed: the peers hear because of whom, so that theirs end too."""
         self._failed = True
+        self.watch.say_failed(error.rank, error.reason)
 
     def abort(self, reason: str) -> None:
-        """End the peers' waits. The reason travels by the bootstrap; the word names this rank."""
         self._failed = True
-        self._end_waits(2 + self.rank)
-
-    def _end_waits(self, value: int) -> None:
-        with suppress(HalError):
-            word = self._staging.word(value)
-            for peer in self.team:
-                if peer != self.rank:
-                    self.library.copy(self.device, self.abort_word(peer), word, 8, self.stream)
-            self.library.stream_sync(self.device, self.stream)
+        self.watch.say_failed(self.rank, reason)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if not self._failed and self.world_size > 1:
-            for engine in list(self._engines):
-                engine.drain()  # what this rank owes its peers is out before they are told that it has gone
-            self._end_waits(_CLOSED | (2 + self.rank))
+        if not self.failed and self.world_size > 1:
+            self._settle()
+            self.watch.say_closed()
             # A peer may be ahead by one word that it still writes here; give it the time to finish.
             with suppress(HalError, ContractError):
                 self._bootstrap.all_gather(None, "closing", _CLOSE_SECONDS)
+        self._failed = self.failed
+        self.watch.close()
+        self._notices.close()  # what it still writes lies in a window that is freed below
         for engine in list(self._engines):
             engine.close()
         with suppress(HalError):
@@ -263,6 +260,11 @@ class CudaSession:
             self.library.comm_destroy(self._comm, int(self._failed))
             self.library.stream_destroy(self.device, self.stream)
         self.faults.close()
+
+    def _settle(self) -> None:
+        """What this rank owes its peers is out before they are told that it has gone."""
+        for engine in list(self._engines):
+            engine.drain()
 
     def _memories(self) -> list[SymmetricMemory]:
         return [*self._windows.values(), *self._retired, self.control]
@@ -278,6 +280,33 @@ def _pinned_word(library: native.Library, device: int) -> tuple[c_uint64, int]:
     return c_uint64.from_address(host.value or 0), int(address.value)
 
 
+class _Notices:
+    """Writes this rank's abort words in device memory, by a stream of its own: kernels that wait hold the others up."""
+
+    def __init__(self, library: native.Library, device: int, words: int) -> None:
+        self._library, self._device, self._words = library, device, words
+        self._stream = int(library.value("stream_create", c_uint64, device))
+        host, address = c_void_p(), c_uint64()
+        library.host_alloc(device, native.ABORT_WORDS.size, byref(host), byref(address))
+        self._host = host.value or 0
+
+    def write(self, failed: int | None, closed: frozenset[int]) -> None:
+        """As hal_cuda.h states them. What they say must be there before the word that says so."""
+        mask = sum(1 << rank for rank in closed)
+        data = native.ABORT_WORDS.pack(0 if failed is None else 2 + failed, int(bool(closed)), mask)
+        ctypes.memmove(self._host, data, len(data))
+        parts = ([(8, 8), (4, 4)] if closed else []) + ([(0, 4)] if failed is not None else [])
+        with suppress(HalError):  # a device that does not even copy reports it to whoever uses it
+            for offset, nbytes in parts:
+                self._library.copy(self._device, self._words + offset, self._host + offset, nbytes, self._stream)
+
+    def close(self) -> None:
+        with suppress(HalError):
+            self._library.stream_sync(self._device, self._stream)
+            self._library.stream_destroy(self._device, self._stream)
+        self._library.raw_host_free(self._host)
+
+
 class _Staging:
     """Pinned memory for puts from host memory; a put is complete before the next uses it."""
 
@@ -289,11 +318,6 @@ class _Staging:
         self._grow(src.nbytes)
         ctypes.memmove(self._host, src.ptr, src.nbytes)
         return self._address
-
-    def word(self, value: int) -> int:
-        self._grow(8)
-        c_uint64.from_address(self._host).value = value
-        return self._host
 
     def _grow(self, nbytes: int) -> None:
         if nbytes <= self._nbytes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
 from typing import Any
 
@@ -13,7 +14,8 @@ from hal_cuda.native import Library
 
 class Lease:
     """Keeps one slot from being written. Arrays that view the slot refer to it, or are counted by ``count``; the slot is
-    free when both are gone, or when the lease was ended because no array came of it."""
+    free when both are gone, or when the lease was ended because no array came of it: whoever keeps an error keeps the
+    frames of its traceback, and must not keep the slot."""
 
     __slots__ = ("__weakref__", "count", "ended", "slot", "window")
 
@@ -24,21 +26,35 @@ class Lease:
 
 
 class Slots:
-    """The slots of one ExpertParallel on one rank.
+    """The slots of one ExpertParallel on one rank: ``num_buffers`` receive slots, and one more, combine's: its scratch, or
+    the experts' output.
 
-    At least one slot stays free between calls: combine's scratch, and the next dispatch, need it. A slot that a CUDA
-    graph uses is written whenever the graph is replayed, so no view outside graphs is given on it.
+    Which dispatches are refused depends on the settings and the calls alone, never on what a rank happens to hold: arrays
+    view a slot only while enough others stay free for the dispatches that may still be in flight, and combine has a slot of
+    its own. A slot that a CUDA graph uses is written whenever the graph is replayed, so no view outside graphs is given on
+    it. With ``ahead`` (schedule latency) a dispatch may offer a slot for the next one: peers may write there from then on,
+    so nobody else gets it.
     """
 
-    def __init__(self, library: Library, count: int) -> None:
+    def __init__(self, library: Library, num_buffers: int, ahead: bool = False) -> None:
+        self._receive = range(num_buffers)
+        self.combine_slot = num_buffers
+        count = num_buffers + 1
         self._held: list[weakref.ref[Lease] | None] = [None] * count
         self._counts: Any = library.leases(count)
         self._address = ctypes.addressof(self._counts.contents)
         self._in_graph = [False] * count
-        self._is_output = [False] * count
+        self._ahead = ahead
+        self._offered: int | None = None
+        self.in_flight, self.flight_limit = 0, max(1, num_buffers - 1)
+        """Dispatches between their halves, and how many there may be."""
 
-    def free(self) -> list[int]:
-        return [slot for slot in range(len(self._held)) if not self.is_held(slot)]
+    @property
+    def count(self) -> int:
+        return len(self._held)
+
+    def any_held(self) -> bool:
+        return any(self.is_held(slot) for slot in range(self.count))
 
     def is_held(self, slot: int) -> bool:
         if self._counts[slot]:
@@ -47,39 +63,75 @@ class Slots:
         lease = held() if held is not None else None
         return lease is not None and not lease.ended
 
-    def for_dispatch(self, window: object, capturing: bool) -> tuple[Lease, bool]:
-        """A lease for one dispatch, and whether its arrays may view the slot (else they are copied out)."""
-        free = self._some()
-        good = [slot for slot in free if capturing or not self._in_graph[slot]]
-        view = len(free) > 1 and bool(good)
-        return self._lease(good[0] if view else free[-1], window, capturing), view
+    def for_dispatch(self, window: object, capturing: bool) -> tuple[Lease, int]:
+        """A lease for one dispatch, and the slot to offer for the next one, or -1. Once it is launched, :meth:`launched` is
+        told of the latter."""
+        free = self._free()
+        if self._offered is not None and not capturing:
+            slot = self._offered
+        elif not free and self._offered is not None:
+            slot = self._offered  # a graph's: whoever comes first, it or the next dispatch, uses up the offer
+        else:
+            free = free or self._reclaimed()
+            # Slots of graphs last: no view is given on them.
+            slot = min(free, key=lambda free_slot: self._in_graph[free_slot] and not capturing)
+        offer = -1
+        if self._ahead and not capturing:  # a graph is replayed who knows when: it offers nothing for what follows
+            offer = next((other for other in free if other != slot and not self._in_graph[other]), -1)
+        return self._lease(slot, window, capturing), offer
+
+    def launched(self, offer: int) -> None:
+        """A dispatch outside graphs has used up what was offered for it, and offers ``offer`` for the next, unless -1."""
+        self._offered = offer if offer >= 0 else None
+
+    def may_view(self, lease: Lease, capturing: bool) -> bool:
+        """Whether what the dispatch of ``lease`` received may be given as views; else it is copied out."""
+        left = len(self._free()) + (self._offered is not None)
+        return left >= self.flight_limit - self.in_flight and (capturing or not self._in_graph[lease.slot])
 
     def for_output(self, window: object, capturing: bool) -> Lease | None:
-        """A lease for an expert's output, or None when no slot can be spared."""
-        if len(self.free()) < 2:
+        """A lease for the experts' output, or None when combine's slot is in use."""
+        slot = self.combine_slot
+        if self.is_held(slot) or (self._in_graph[slot] and not capturing):
             return None
-        lease, view = self.for_dispatch(window, capturing)
-        self._is_output[lease.slot] = True
-        return lease if view else None
+        return self._lease(slot, window, capturing)
 
-    def is_output(self, slot: int) -> bool:
-        """Whether the slot was last leased for an expert's output."""
-        return self._is_output[slot]
+    def scratch(self, window: object, capturing: bool, over_output: bool = False) -> Lease:
+        """Combine's slot for one combine; ``over_output``: for the weights of rows that lie in it as the experts' output."""
+        slot = self.combine_slot
+        if self.is_held(slot):
+            if over_output:
+                return Lease(slot, window, self._address + 8 * slot)
+            gc.collect()  # an error that was dealt with may keep an array in a cycle with its traceback
+        if self.is_held(slot):
+            raise CapacityError(
+                "combine's slot",
+                2,
+                1,
+                "an array of ep.expert_output is held: give it to combine whole, or let go of it",
+            )
+        return self._lease(slot, window, capturing)
 
-    def scratch(self, window: object, capturing: bool) -> Lease:
-        """A slot for one combine's own use."""
-        return self._lease(self._some()[-1], window, capturing)
+    def _free(self) -> list[int]:
+        """Receive slots that nobody holds and that are not offered."""
+        return [slot for slot in self._receive if slot != self._offered and not self.is_held(slot)]
 
-    def _some(self) -> list[int]:
-        free = self.free()
+    def _reclaimed(self) -> list[int]:
+        gc.collect()
+        free = self._free()
         if not free:
-            count = len(self._held)
-            raise CapacityError("receive slots", count + 1, count, "raise num_buffers, or receive what was sent first")
+            held = "; ".join(f"slot {slot}: {self._holder(slot)}" for slot in self._receive)
+            count = len(self._receive)
+            raise CapacityError("receive slots", count + 1, count, f"raise num_buffers, or let go of results ({held})")
         return free
+
+    def _holder(self, slot: int) -> str:
+        if slot == self._offered:
+            return "offered to the peers for the next dispatch"
+        return f"{self._counts[slot]} tensors" if self._counts[slot] else "an array, or a dispatch that is not received"
 
     def _lease(self, slot: int, window: object, capturing: bool) -> Lease:
         lease = Lease(slot, window, self._address + 8 * slot)
         self._held[slot] = weakref.ref(lease)
-        self._is_output[slot] = False
         self._in_graph[slot] |= capturing
         return lease

@@ -51,7 +51,11 @@ def tensor_view(
     code, bits = _CODES[dtype]
     dims = len(shape)
     managed = library.dlpack(ptr, index, code, bits, dims, shape[0], shape[1] if dims == 2 else 1, lease.count)
-    tensor = torch._C._from_dlpack(_capsule(managed, b"dltensor", None))
+    try:
+        tensor = torch._C._from_dlpack(_capsule(managed, b"dltensor", None))
+    except BaseException:
+        library.dlpack_end(managed)  # no tensor will
+        raise
     return tensor.view(getattr(torch, dtype)) if bits == 8 else tensor
 
 

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define HAL_CUDA_ABI 1
+#define HAL_CUDA_ABI 2
 
 /* What a kernel that could not go on leaves in pinned memory; the first to fail writes it. */
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
@@ -35,10 +35,18 @@ enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.deta
 
 typedef struct hal_cuda_error {
     uint32_t claimed;
-    int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank gave up, 2 = it closed */
+    int32_t kind, rank, stage, queue, detail; /* detail of TIMEOUT: 1 = that rank failed, 2 = it closed */
     int32_t token, expert;                    /* BAD_INPUT: where, and the id found there */
     uint64_t expected, seen;
 } hal_cuda_error;
+
+/* What ends this rank's waits. Its kernels set `failed` to 1 when a wait of theirs fails; its host sets the rest when it
+ * notices how peers leave, `closed` before `any_closed`. */
+typedef struct hal_cuda_abort_words {
+    uint32_t failed;     /* 1: a wait of this rank; 2 + r: rank r failed or died. Ends every wait */
+    uint32_t any_closed; /* 1: look at `closed` */
+    uint64_t closed;     /* bit r: rank r closed, having done all it was asked to: ends the waits for it */
+} hal_cuda_abort_words;
 
 /* One ExpertParallel on one rank. Offsets are bytes from the window's start, and in a slot from the slot's start. */
 typedef struct hal_cuda_ep {
@@ -48,12 +56,12 @@ typedef struct hal_cuda_ep {
     uint64_t state;   /* this rank's counters (struct State), device memory, zeroed at the start */
     uint64_t scratch; /* this rank's own: bits of the directory, then counts by block and expert */
     uint64_t error;   /* hal_cuda_error in pinned memory, device address */
-    uint64_t abort;   /* this rank's word that ends every wait: 1 = a wait of its own failed, 2 + r = rank r gave up,
-                             the same with bit 32 = rank r closed */
+    uint64_t abort;   /* this rank's abort words (hal_cuda_abort_words), device memory that only this rank writes */
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
     uint64_t slot_scales, slot_idx, slot_weights, slot_counts, slot_offsets, slot_meta, slot_back, slot_own;
+    uint64_t slot_tallies; /* fixed slots: [R] x (1 + L) words of the sources, and one of this rank's own */
     int32_t world, rank, experts, local_experts, topk, max_tokens, scale_dim;
     int32_t row_bytes, combine_row_bytes, combine_type; /* 0 bfloat16, 1 float16, 2 float32 */
     int32_t expert_layout, fixed_slots, alignment, slots, slot_rows;
@@ -87,7 +95,10 @@ typedef struct hal_cuda_dispatch_args {
     uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets;
     uint64_t host_word; /* pinned: sequence << 32 | rows, written as soon as the rows are known; 0 = not wanted */
     uint32_t sequence;
-    int32_t tokens, idx_is_64, cached, slot, phases;
+    int32_t tokens, idx_is_64, cached;
+    int32_t slot;      /* where the caller's arrays lie */
+    int32_t next_slot; /* fixed slots: offered to the peers for the next round as this one begins; -1 = none yet */
+    int32_t phases;
     int32_t pad_to_rows; /* rows up to here are zeroed; 0 = none beyond what the layout itself pads */
     int32_t blocks, threads;
 } hal_cuda_dispatch_args;
@@ -220,6 +231,8 @@ int64_t* hal_cuda_leases(int count);
 /* A DLManagedTensor (DLPack) of leased memory: *lease goes up now, and down when its consumer lets go. NULL: no memory. */
 void* hal_cuda_dlpack(uint64_t ptr, int device, int code, int bits, int dims, int64_t rows, int64_t columns,
                       int64_t* lease);
+/* Lets go of one that no consumer took. */
+void hal_cuda_dlpack_end(void* managed);
 
 int hal_cuda_device_count(int* count);
 int hal_cuda_malloc(int device, uint64_t bytes, uint64_t stream, uint64_t* ptr);

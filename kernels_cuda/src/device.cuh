@@ -12,12 +12,13 @@ namespace hal::cuda {
 // follow each other in stream order. What one launch counts in, the next one clears: they alternate between two sets.
 struct Counters {
     unsigned tickets[3];  // work taken beyond what the warps start with
-    unsigned arrived[2];  // blocks at the first and second grid barrier
+    unsigned arrived[3];  // blocks at the first, second and third grid barrier
     unsigned refused;     // dispatch: what is wrong with the ids
 };
 struct alignas(64) Lane {
     unsigned long long launches, epoch;  // launches so far, rounds begun so far; read as one word
     unsigned long long ended;            // combine: rounds that this rank has summed
+    unsigned long long offered[2];       // dispatch, fixed slots: the round offered ahead and its slot, by turns
     unsigned entered;                    // blocks of this launch that know the first two
     Counters counters[2];
 };
@@ -50,7 +51,7 @@ __device__ inline void report(const hal_cuda_ep& ep, const hal_cuda_error& what,
         __threadfence_system();
         *reinterpret_cast<volatile std::int32_t*>(&out->kind) = what.kind;
     }
-    if (final_failure) atomicCAS_system(reinterpret_cast<unsigned long long*>(ep.abort), 0ull, 1ull);
+    if (final_failure) atomicCAS_system(&reinterpret_cast<hal_cuda_abort_words*>(ep.abort)->failed, 0u, 1u);
     __threadfence_system();
 }
 
@@ -74,21 +75,27 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
             value = load();
             if (ok(value)) return true;
         }
-        std::uint64_t abort = load_acquire(reinterpret_cast<const std::uint64_t*>(ep.abort));
-        if (abort == 1) return false;
-        if (abort != 0) {  // what that rank wrote before its last word is visible now, so look once more
+        const auto* words = reinterpret_cast<const hal_cuda_abort_words*>(ep.abort);
+        // Both 32-bit words at once.
+        const std::uint64_t abort = load_acquire(reinterpret_cast<const std::uint64_t*>(words));
+        const std::uint32_t failed = static_cast<std::uint32_t>(abort);
+        if (failed == 1) return false;
+        // A rank that closed had done all it was asked to before: only who waits for it waits in vain.
+        bool closed = false;
+        if (failed == 0 && abort >> 32 != 0) {
+            const int who = awaited(rank);
+            closed = who >= 0 && (load_acquire(&words->closed) >> who & 1) != 0;
+        }
+        if (failed != 0 || closed) {  // what that rank wrote before its last word is visible now, so look once more
             value = load();
             if (ok(value)) return true;
+        } else if (nanoseconds() - start <= ep.timeout_ns) {
+            continue;
         }
-        // A rank that closed had done all it was asked to before: only who waits for it waits in vain.
-        const int who = static_cast<int>(static_cast<std::uint32_t>(abort)) - 2;
-        const bool closed = abort >> 32 != 0;
-        if (closed && who != awaited(rank)) abort = 0;
-        if (abort == 0 && nanoseconds() - start <= ep.timeout_ns) continue;
         hal_cuda_error what{};
-        what.kind = HAL_CUDA_TIMEOUT, what.rank = abort != 0 ? who : awaited(rank), what.stage = stage,
-        what.queue = queue;
-        what.detail = abort == 0 ? 0 : closed ? 2 : 1;
+        what.kind = HAL_CUDA_TIMEOUT, what.rank = failed != 0 ? static_cast<int>(failed) - 2 : awaited(rank);
+        what.stage = stage, what.queue = queue;
+        what.detail = failed != 0 ? 1 : closed ? 2 : 0;
         what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
         report(ep, what, true);
         return false;

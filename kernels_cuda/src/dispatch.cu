@@ -3,8 +3,7 @@
 // target, signal, and (receive half) wait for the peers' rows. docs/cuda.md has the protocol and the order of its words.
 #include <algorithm>
 
-#include "dispatch_expert.cuh"
-#include "dispatch_rank.cuh"
+#include "dispatch_fixed.cuh"
 #include "launch.cuh"
 
 namespace hal::cuda {
@@ -103,11 +102,14 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
     return moved;
 }
 
+// Waits for the peers' rows, which land in slot `into`.
 template <bool kExpert>
-__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Launch& launch,
+__device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Launch& launch, unsigned into,
                         std::uint64_t epoch, const std::int32_t* from) {
     if (kExpert) {
-        receive_expert_rows(ep, a, launch.counters(), from, static_cast<std::uint32_t>(epoch));
+        const RowCut cut(ep.row_bytes);
+        receive_expert_rows(ep, a, launch.counters(), cut, into, from, warp_id() * gridDim.x + blockIdx.x,
+                            gridDim.x * warps_in_block(), static_cast<std::uint32_t>(epoch));
         return;
     }
     if (blockIdx.x != 0 && !ep.keep_source) return;
@@ -117,7 +119,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
             wait_at_least(ep, arrival_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_ROWS, peer);
     if (!ep.keep_source || a.cached) return;
     __syncthreads();
-    const auto* source = reinterpret_cast<const std::int32_t*>(slot_at(ep, ep.rank, a.slot) + ep.slot_meta);
+    const auto* source = reinterpret_cast<const std::int32_t*>(slot_at(ep, ep.rank, into) + ep.slot_meta);
     for (int s = 0, first = 0; s < ep.world; first += from[s], ++s) {
         const int begin = ep.fixed_slots ? s * ep.max_tokens : first;
         for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < from[s]; i += gridDim.x * blockDim.x)
@@ -125,16 +127,99 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
     }
 }
 
+// The send half with fixed slots, and in a whole dispatch of layout expert also the peers' rows. False when a wait failed.
 template <bool kExpert>
+__device__ bool send_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, const Launch& launch,
+                           std::int32_t* from, bool* moved) {
+    __shared__ hal_cuda_error bad;
+    const std::uint64_t epoch = launch.finished + 1;
+    if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
+    for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
+    __syncthreads();
+    if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) offer_slots(ep, a, launch, epoch);
+    if (!build_directory<kExpert>(ep, a, plan, launch, &bad)) return false;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && bad.claimed != 0 && scans_alone(a)) refuse(ep, bad, launch.counters());
+    bool alive = true;
+    auto offers = [&] {
+        alive = await_offers(ep, plan, epoch);
+        if (alive && blockIdx.x == 0) send_tallies<kExpert>(ep, a, plan, epoch, bad.detail != 0);
+        if (alive && (!kExpert || a.cached)) place_groups<kExpert>(ep, a, plan);
+        return alive;
+    };
+    if constexpr (kExpert) {
+        if (!offers()) return false;
+        bool good = true;
+        if (!a.cached) {
+            const OwnedExperts own(ep);
+            __syncthreads();  // block 0 still reads its histogram in send_tallies
+            number_own_experts(ep, a, plan, own);
+            send_expert_tallies(ep, plan, own, epoch);
+            place_groups<kExpert>(ep, a, plan);
+            if (!grid_barrier(ep, launch.counters(), 1)) return false;
+            good = *reinterpret_cast<volatile unsigned*>(&launch.counters().refused) == 0;
+        }
+        *moved = move_fixed_expert_rows(ep, a, plan, launch.counters(), epoch, good, from);
+    } else {
+        push_rank_rows(ep, a, plan, launch.counters(), offers);
+    }
+    if (alive) signal_peers(ep);
+    return alive;
+}
+
+template <bool kExpert>
+__device__ void dispatch_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, const Launch& launch,
+                               std::int32_t* from) {
+    const bool sends = (a.phases & HAL_CUDA_SEND) != 0, receives = (a.phases & HAL_CUDA_RECV) != 0;
+    std::uint64_t epoch = launch.finished + 1;
+    bool moved = true;
+    std::uint64_t* note = tally_at(ep, ep.rank, static_cast<unsigned>(a.slot), ep.world);
+    if (sends) {
+        if (!send_fixed<kExpert>(ep, a, plan, launch, from, &moved)) return;
+        if (!receives && blockIdx.x == 0 && threadIdx.x == 0) store_window(note, stamped(epoch, plan.here));
+    } else {
+        // A receive half belongs to the round that its send half noted, which need not be the last.
+        const std::uint64_t noted = load_window(note);
+        epoch =
+            launch.finished - (static_cast<std::uint32_t>(launch.finished) - static_cast<std::uint32_t>(noted >> 32));
+        plan.here = static_cast<std::uint32_t>(noted);
+        if (blockIdx.x == 0 && threadIdx.x == 0)
+            launch.lane.offered[(launch.launches + 1) & 1] = launch.lane.offered[launch.launches & 1];
+    }
+    if (!receives) return;
+    if (!(kExpert && sends)) {
+        moved = receive_tallies<kExpert>(ep, a, plan, epoch);
+        fill_from(ep, plan, moved, from);
+        receive<kExpert>(ep, a, launch, plan.here, epoch, from);
+    }
+    if (kExpert && !a.cached)
+        for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x)
+            plan.start[e] = static_cast<unsigned>(e) * ep.world * ep.max_tokens;
+    __syncthreads();
+    const auto rows = static_cast<unsigned>(ep.slot_rows);
+    const Clearing<kExpert> clearing(ep, a, plan, rows, moved);
+    if (blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);
+    const RowCut cut(ep.row_bytes);
+    const int warps = gridDim.x * warps_in_block(), warp = warp_id() * gridDim.x + blockIdx.x;
+    for (Tickets t(&launch.counters().tickets[1], warp, warps, clearing.units); t.more(); t.advance())
+        clear_row(ep, a, cut, clearing.row(plan, t.unit()), kExpert);
+    if (moved && plan.here != static_cast<unsigned>(a.slot)) relocate<kExpert>(ep, a, plan, launch.counters());
+}
+
+template <bool kExpert, bool kFixed>
 __global__ void __launch_bounds__(512, 1)
     dispatch_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_dispatch_args a) {
     __shared__ std::int32_t from[kMaxRanks];  // rows from each rank
     const Launch launch(state_of(ep)->dispatch);
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
+    Plan plan(dynamic_shared<std::uint32_t>(), ep, sends ? a.tokens : 0, kExpert);
+    if constexpr (kFixed) {
+        dispatch_fixed<kExpert>(ep, a, plan, launch, from);
+        launch.end(sends);
+        return;
+    }
     const auto* counts = reinterpret_cast<const std::int32_t*>(a.counts);
     bool moved = true;
     std::uint64_t epoch = launch.finished + 1;
-    const Plan plan(dynamic_shared<std::uint32_t>(), ep, sends ? a.tokens : 0, kExpert);
     // A receive half belongs to the round that its send half noted, which need not be the last.
     if (sends)
         moved = send<kExpert>(ep, a, plan, launch);
@@ -146,7 +231,7 @@ __global__ void __launch_bounds__(512, 1)
         for (int s = threadIdx.x; s < ep.world; s += blockDim.x)
             from[s] = !moved ? 0 : sends ? static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]) : counts[s];
         __syncthreads();
-        receive<kExpert>(ep, a, launch, epoch, from);
+        receive<kExpert>(ep, a, launch, static_cast<unsigned>(a.slot), epoch, from);
     }
     launch.end(sends);
 }
@@ -156,7 +241,10 @@ std::size_t shared_words(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a)
     const std::size_t world = ep.world, experts = ep.experts;
     const std::size_t each = (experts + a.blocks - 1) / a.blocks;
     const std::size_t owners = ep.expert_layout ? each * (1 + a.threads / 32) : 0;
-    const std::size_t scratch = std::max(experts + 3, owners);
+    const std::size_t groups = (tokens + 31) / 32, own_groups = (groups + a.blocks - 1) / a.blocks;
+    const std::size_t numbering =
+        ep.expert_layout && tokens > kScanAlone ? experts * std::min<std::size_t>(own_groups, a.threads / 32) : 0;
+    const std::size_t scratch = std::max({experts + 3, owners, numbering});
     return Directory::words(static_cast<int>(tokens), ep.world) + world * (2 + world) + experts +
            (ep.expert_layout ? experts + ep.local_experts + 1 : 0) + experts + 3 + scratch;
 }
@@ -167,6 +255,8 @@ std::size_t shared_words(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a)
 extern "C" int hal_cuda_dispatch(const hal_cuda_ep* ep, const hal_cuda_dispatch_args* args, std::uint64_t stream) {
     using namespace hal::cuda;
     const std::size_t bytes = shared_words(*ep, *args) * 4;
-    const auto kernel = ep->expert_layout ? dispatch_kernel<true> : dispatch_kernel<false>;
+    const auto direct = ep->expert_layout ? dispatch_kernel<true, false> : dispatch_kernel<false, false>;
+    const auto fixed = ep->expert_layout ? dispatch_kernel<true, true> : dispatch_kernel<false, true>;
+    const auto kernel = ep->fixed_slots ? fixed : direct;
     return launch(kernel, ep->device, args->blocks, args->threads, bytes, stream, "dispatch", *ep, *args);
 }

@@ -6,12 +6,31 @@
 
 namespace hal::cuda {
 
+// Where the entries lie among those of their experts, and in plan.scratch the totals of this block's experts. With few
+// tokens the block looks at all entries; with many they were numbered when the directory was built.
+__device__ inline void number_own_experts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                          OwnedExperts own) {
+    if (scans_alone(a))
+        number_entries(ep, a, own, plan.scratch + own.count, plan.scratch, reinterpret_cast<std::int32_t*>(a.pos));
+    else
+        sum_groups(ep, plan.directory.groups, own, Scratch(ep).counts, plan.scratch);
+}
+
+// An entry's number among this rank's of the same expert, once all blocks have numbered theirs.
+__device__ __forceinline__ int place_of(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int token, int entry,
+                                        int id) {
+    const int place = reinterpret_cast<const std::int32_t*>(a.pos)[entry];
+    if (scans_alone(a)) return place;
+    return place +
+           static_cast<int>(__ldcg(Scratch(ep).counts + static_cast<std::size_t>(token >> 5) * ep.experts + id));
+}
+
 // Numbers the entries of this block's experts, sends their counts to everybody, and waits until all blocks have done so.
 __device__ inline bool number_and_send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
                                        const Launch& launch, std::uint64_t epoch) {
     const OwnedExperts own(ep);
     __syncthreads();  // block 0 still reads its histogram in send_header
-    number_entries(ep, a, own, plan.scratch + own.count, plan.scratch, reinterpret_cast<std::int32_t*>(a.pos));
+    number_own_experts(ep, a, plan, own);
     // The round before must be over for these words too, and the ids good: block 0's header to this rank says both.
     std::uint32_t header = 0;
     if (threadIdx.x == 0)
@@ -61,7 +80,7 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     if (lane_id() < ep.topk) {
         id = expert_id(a, entry);
         if (id >= 0) {
-            row = a.cached ? pos[entry] : static_cast<int>(plan.expert_base[id]) + pos[entry];
+            row = a.cached ? pos[entry] : static_cast<int>(plan.expert_base[id]) + place_of(ep, a, token, entry, id);
             weight = a.topk_weights != 0 ? __ldg(reinterpret_cast<const float*>(a.topk_weights) + entry) : 1.0f;
         }
         if (!a.cached) {
@@ -134,11 +153,11 @@ __device__ inline void flag_expert_rows(const hal_cuda_ep& ep, const Plan& plan,
 
 // A row that a peer pushed to its first place here: copies to its other experts' places, and its words.
 __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const RowCut& cut,
-                                   int source, int place, std::uint32_t epoch) {
+                                   unsigned into, int source, int place, std::uint32_t epoch) {
     int ok = 1;
     if (lane_id() == 0) ok = wait_flag(ep, row_flag_at(ep, ep.rank, source, place), epoch, HAL_CUDA_STAGE_ROWS, source);
     if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
-    const Record record(ep, ep.rank, a.slot, source, place);
+    const Record record(ep, ep.rank, into, source, place);
     int row = -1, expert = -1;
     float weight = 0.0f;
     if (lane_id() < ep.topk)
@@ -146,7 +165,7 @@ __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatc
         expert = __ldcg(record.experts + lane_id());
     const unsigned here = __ballot_sync(0xffffffffu, row >= 0);
     const int first = lowest_lane(here);
-    char* slot = slot_at(ep, ep.rank, a.slot);
+    char* slot = slot_at(ep, ep.rank, into);
     if (row >= 0) {
         store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row, expert);
         store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + row, weight);
@@ -185,15 +204,24 @@ __device__ __forceinline__ int rows_from_peers(const hal_cuda_ep& ep, const std:
     return n;
 }
 
+// Warps of `receivers` that start with unit `first`, or with a ticket if it is negative, take the peers' rows.
 __device__ inline void receive_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Counters& counters,
-                                           const std::int32_t* from, std::uint32_t epoch) {
-    const RowCut cut(ep.row_bytes);
-    const int warps = gridDim.x * warps_in_block();
-    for (Tickets t(&counters.tickets[2], warp_id() * gridDim.x + blockIdx.x, warps, rows_from_peers(ep, from));
-         t.more(); t.advance()) {
+                                           const RowCut& cut, unsigned into, const std::int32_t* from, int first,
+                                           int receivers, std::uint32_t epoch) {
+    for (Tickets t(&counters.tickets[2], first, receivers, rows_from_peers(ep, from)); t.more(); t.advance()) {
         int source = 0, place = 0;
         find_source(ep, from, t.unit(), &source, &place);
-        if (!receive_expert_row(ep, a, cut, source, place, epoch)) break;
+        if (!receive_expert_row(ep, a, cut, into, source, place, epoch)) return;
+    }
+}
+
+// Block number `first` of `pushers`, or one that joins late if it is negative, pushes this rank's rows.
+__device__ inline void push_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                        Counters& counters, const RowCut& cut, int first, int pushers,
+                                        std::uint32_t epoch) {
+    for (Batches t(&counters.tickets[0], first, pushers, a.tokens); t.more(); t.advance()) {
+        if (t.unit() < a.tokens) push_expert_row(ep, a, plan, cut, t.unit());
+        flag_expert_rows(ep, plan, t, epoch);
     }
 }
 
@@ -210,24 +238,13 @@ __device__ inline void move_expert_rows(const hal_cuda_ep& ep, const hal_cuda_di
     const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
     const int pushers = receives == 0 ? blocks : max(blocks * 5 / 8, 1);
     const bool pushes = block < pushers;
-    auto push = [&](int first) {
-        for (Batches t(&counters.tickets[0], first, pushers, a.tokens); t.more(); t.advance()) {
-            if (t.unit() < a.tokens) push_expert_row(ep, a, plan, cut, t.unit());
-            flag_expert_rows(ep, plan, t, epoch);
-        }
-    };
-    auto receive = [&](int first) {
-        const int receivers = (blocks - pushers) * warps_in_block();
-        for (Tickets t(&counters.tickets[2], first, receivers, receives); t.more(); t.advance()) {
-            int source = 0, place = 0;
-            find_source(ep, from, t.unit(), &source, &place);
-            if (!receive_expert_row(ep, a, cut, source, place, epoch)) return;
-        }
-    };
-    if (pushes) push(block);
-    receive(pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers);
+    if (pushes) push_expert_rows(ep, a, plan, counters, cut, block, pushers, epoch);
+    if (receives != 0)
+        receive_expert_rows(ep, a, counters, cut, static_cast<unsigned>(a.slot), from,
+                            pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers,
+                            (blocks - pushers) * warps_in_block(), epoch);
     __syncthreads();
-    if (!pushes) push(-1);
+    if (!pushes) push_expert_rows(ep, a, plan, counters, cut, -1, pushers, epoch);
 }
 
 }  // namespace hal::cuda

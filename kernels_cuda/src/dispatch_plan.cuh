@@ -16,6 +16,16 @@ __device__ __forceinline__ std::uint64_t* header_at(const hal_cuda_ep& ep, int p
 __device__ __forceinline__ std::uint64_t* arrival_at(const hal_cuda_ep& ep, int peer, int source) {
     return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_arrive) + static_cast<std::size_t>(source) * 64);
 }
+// Fixed slots: the slot that a rank offers for a round, told to every peer; two in turn, since it may be told a round ahead.
+__device__ __forceinline__ std::uint64_t* offer_at(const hal_cuda_ep& ep, int peer, int source, std::uint64_t epoch) {
+    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_header)) + (epoch & 1) * ep.world + source;
+}
+// Fixed slots: what a source says of its rows, in the slot that they go to: flags and rows, then entries for each expert of
+// that rank. "Source" R is the owner's own note: the round, and where its rows landed.
+__device__ __forceinline__ std::uint64_t* tally_at(const hal_cuda_ep& ep, int peer, unsigned slot, int source) {
+    return reinterpret_cast<std::uint64_t*>(at_peer(ep, peer, ep.off_slots + slot * ep.slot_bytes + ep.slot_tallies)) +
+           static_cast<std::size_t>(source) * (1 + ep.local_experts);
+}
 __device__ __forceinline__ std::uint32_t* row_flag_at(const hal_cuda_ep& ep, int peer, int source, int place) {
     return reinterpret_cast<std::uint32_t*>(at_peer(ep, peer, ep.off_dispatch_flags)) +
            static_cast<std::size_t>(source) * ep.max_tokens + place;
@@ -30,6 +40,7 @@ struct Plan {
     unsigned* expert_total;          // [E]; layout rank: of this rank's own experts only, in block 0
     unsigned *expert_base, *start;   // layout expert: [E], [L + 1] of this rank's own experts
     unsigned *pads, *scratch;
+    unsigned here;  // fixed slots: where this round's rows land
     __device__ Plan(std::uint32_t* memory, const hal_cuda_ep& ep, int tokens, bool expert) {
         directory.groups = (tokens + 31) / 32, directory.world = ep.world;
         auto take = [&](std::size_t words) {
@@ -43,7 +54,7 @@ struct Plan {
         expert_total = take(ep.experts), expert_base = expert ? take(ep.experts) : nullptr;
         start = expert ? take(ep.local_experts + 1) : nullptr;
         pads = take(ep.experts + 3);
-        scratch = memory;
+        scratch = memory, here = 0;
     }
 };
 
@@ -77,11 +88,11 @@ __device__ __forceinline__ bool scans_alone(const hal_cuda_dispatch_args& a) {
 }
 
 struct Scratch {
-    std::uint32_t* bits;       // as in the directory
-    std::uint32_t* histogram;  // [blocks][E]
+    std::uint32_t* bits;    // as in the directory
+    std::uint32_t* counts;  // entries of each expert: layout rank [blocks][E], layout expert [groups of 32 tokens][E]
     __device__ explicit Scratch(const hal_cuda_ep& ep)
         : bits(reinterpret_cast<std::uint32_t*>(ep.scratch)),
-          histogram(bits + static_cast<std::size_t>(ep.world) * ((ep.max_tokens + 31) / 32)) {}
+          counts(bits + static_cast<std::size_t>(ep.world) * ((ep.max_tokens + 31) / 32)) {}
 };
 
 template <bool kExpert>
@@ -137,7 +148,9 @@ __device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
         shared.bits[at] = plan.directory.bits[at];
     }
     for (int e = threadIdx.x; !a.cached && !kExpert && e < ep.experts; e += blockDim.x)
-        shared.histogram[static_cast<std::size_t>(blockIdx.x) * ep.experts + e] = plan.scratch[e];
+        shared.counts[static_cast<std::size_t>(blockIdx.x) * ep.experts + e] = plan.scratch[e];
+    if (!a.cached && kExpert)
+        number_groups(ep, a, begin, end, plan.scratch, reinterpret_cast<std::int32_t*>(a.pos), shared.counts);
     if (!grid_barrier(ep, launch.counters(), 0)) return false;
     for (int i = threadIdx.x; i < ep.world * groups; i += blockDim.x) plan.directory.bits[i] = __ldcg(shared.bits + i);
     if (blockIdx.x == 0 && !a.cached) {
@@ -147,7 +160,7 @@ __device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
             unsigned total = 0;
 #pragma unroll 12
             for (unsigned block = 0; block < gridDim.x; ++block)  // many loads in flight
-                total += __ldcg(shared.histogram + static_cast<std::size_t>(block) * ep.experts + e);
+                total += __ldcg(shared.counts + static_cast<std::size_t>(block) * ep.experts + e);
             plan.scratch[e] = total;
         }
     }
@@ -312,8 +325,7 @@ struct Padding {
         if (!expert) return plan.counts[segment * ep.world + ep.rank];
         if (a.cached) return reinterpret_cast<const std::int32_t*>(a.counts)[ep.world + kTails + segment];
         const int e = segment / ep.world, source = segment % ep.world;
-        const int word = 1 + ep.world + ep.rank * ep.local_experts + e;
-        return static_cast<unsigned>(load_window(header_at(ep, ep.rank, source) + word));
+        return static_cast<unsigned>(load_window(tally_at(ep, ep.rank, plan.here, source) + 1 + e));
     }
     __device__ unsigned first(int segment) const {
         if (ep.fixed_slots) return static_cast<unsigned>(segment) * ep.max_tokens + received(segment);

@@ -66,3 +66,5 @@ extern "C" void* hal_cuda_dlpack(std::uint64_t ptr, int device, int code, int bi
     __atomic_add_fetch(lease, 1, __ATOMIC_ACQ_REL);
     return &leased->managed;
 }
+
+extern "C" void hal_cuda_dlpack_end(void* managed) { end(static_cast<Managed*>(managed)); }

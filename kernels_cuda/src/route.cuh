@@ -223,4 +223,67 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
     }
 }
 
+// Many entries are numbered once, each by the block that looks at its token: first within its group of 32 tokens, then
+// each expert's owner sums over the groups. place[entry] = number of earlier tokens of the group with the same expert;
+// group_counts[group][expert] = entries of the group. `counters` is [warps that have a group][experts].
+__device__ inline void number_groups(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int begin, int end,
+                                     unsigned* counters, std::int32_t* place, unsigned* group_counts) {
+    const int each = 32 * ep.topk, entries = a.tokens * ep.topk;
+    unsigned* mine = counters + warp_id() * ep.experts;
+    for (int group = begin + warp_id(); group < end; group += warps_in_block()) {
+        for (int e = lane_id(); e < ep.experts; e += 32) mine[e] = 0;
+        __syncwarp();
+        const int last = min((group + 1) * each, entries);
+        for (int start = group * each; start < last; start += 32 * kBatch) {
+            int id[kBatch];
+            expert_ids(a, id, [&](int i) {
+                const int entry = start + i * 32 + lane_id();
+                return entry < last ? entry : -1;
+            });
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const bool counts = static_cast<unsigned>(id[i]) < static_cast<unsigned>(ep.experts);
+                const unsigned active = __ballot_sync(0xffffffffu, counts);
+                if (counts) {
+                    const unsigned same = __match_any_sync(active, id[i]);
+                    const unsigned base = mine[id[i]];
+                    place[start + i * 32 + lane_id()] = static_cast<std::int32_t>(base + __popc(same & lanes_below()));
+                    __syncwarp(active);
+                    if ((same & lanes_below()) == 0) mine[id[i]] = base + __popc(same);
+                }
+                __syncwarp();
+            }
+        }
+        for (int e = lane_id(); e < ep.experts; e += 32)
+            group_counts[static_cast<std::size_t>(group) * ep.experts + e] = mine[e];
+        __syncwarp();
+    }
+}
+
+// Of this block's experts: each group's count becomes the number of entries in earlier groups; totals[own] their sum.
+__device__ inline void sum_groups(const hal_cuda_ep& ep, int groups, OwnedExperts own, unsigned* group_counts,
+                                  unsigned* totals) {
+    for (int o = warp_id(); o < own.count; o += warps_in_block()) {
+        unsigned* count = group_counts + own.first + o;
+        unsigned running = 0;
+        for (int start = 0; start < groups; start += 32 * kBatch) {
+            unsigned n[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {  // all loads are issued together
+                const int group = start + i * 32 + lane_id();
+                n[i] = group < groups ? __ldcg(count + static_cast<std::size_t>(group) * ep.experts) : 0u;
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int group = start + i * 32 + lane_id();
+                const unsigned inclusive = warp_scan(n[i]);
+                if (group < groups) count[static_cast<std::size_t>(group) * ep.experts] = running + inclusive - n[i];
+                running += __shfl_sync(0xffffffffu, inclusive, 31);
+            }
+        }
+        if (lane_id() == 0) totals[o] = running;
+    }
+    __syncthreads();
+}
+
 }  // namespace hal::cuda

@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from hal_cuda.facts import of_session
 
 import hal
 from hal.config import QUANTISED_DTYPES, ExpertParallelSpec
@@ -358,13 +359,7 @@ def frameworks(comm: hal.Communicator) -> None:
 
 
 def facts(comm: hal.Communicator) -> dict[str, Any]:
-    properties = comm._session.properties
-    return {
-        "nccl": properties.nccl_version,
-        "gpu": properties.gpu.decode(),
-        "lsa": properties.lsa_size,
-        "gin": properties.gin_type,
-    }
+    return of_session(comm._session)
 
 
 def symmetric_bytes(comm: hal.Communicator, spec: ExpertParallelSpec) -> int:

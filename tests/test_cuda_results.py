@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results measured on GPUs: how they are filed, drawn and quoted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hal_cuda.facts import write_record
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "2026-11-30-cuda-expert-parallel.json"
+
+
+@pytest.fixture(scope="module")
+def plot_cuda():
+    spec = importlib.util.spec_from_file_location("plot_cuda", ROOT / "benchmarks" / "plot_cuda.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_record_says_where_it_is_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("HAL_COMMIT", "abc")
+    path = tmp_path / "new" / "record.json"
+    write_record(path, "a test", {"gpu": "H0", "nccl": 23007}, 2, "make", passed=3)
+    record = json.loads(path.read_text())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", record.pop("date"))
+    record.pop("driver")
+    assert record == {
+        "what": "a test",
+        "machine": "2 x H0",
+        "nccl": 23007,
+        "commit": "abc",
+        "command": "make",
+        "passed": 3,
+    }
+
+
+def test_the_page_quotes_what_was_recorded(plot_cuda):
+    """The table of times in docs/performance_cuda.md, plain rows."""
+    series = plot_cuda.pairs(json.loads(RECORD.read_text()))
+    page = (ROOT / "docs" / "performance_cuda.md").read_text()
+    table = page.partition("| tokens | dispatch |")[2].partition("\n\n")[0]
+    quoted = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]*) ?\|$", table, re.MULTILINE)
+    assert [int(row[0]) for row in quoted] == [1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192]
+    columns = [dict(series[name]) for name in series]
+    for tokens, *cells in quoted:
+        for column, cell in zip(columns, cells, strict=True):
+            if cell:
+                assert column[int(tokens)] == pytest.approx(float(cell), abs=0.051), (tokens, cell)
+
+
+def test_the_picture_is_the_record_s(plot_cuda, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot_cuda.draw(json.loads(RECORD.read_text()), tmp_path / "drawn.svg")
+    drawn, kept = (tmp_path / "drawn.svg").read_text(), RECORD.with_suffix(".svg").read_text()
+    for label in ("dispatch + combine", "model of pull", "2 x NVIDIA H200", "float8_e4m3fn"):
+        assert label in drawn
+        assert label in kept
