@@ -198,11 +198,11 @@ struct Record {
     int topk;
     __device__ Record(const void* at, int k) : words(static_cast<std::int32_t*>(const_cast<void*>(at))), topk(k) {}
     __device__ void store(int token, const Entry& e) const {
-        if (lane_id() == 0) words[0] = token;
+        if (lane_id() == 0) store_window(words, token);
         if (lane_id() >= topk) return;
-        words[1 + lane_id()] = e.id;
-        words[1 + topk + lane_id()] = e.row;
-        words[1 + 2 * topk + lane_id()] = __float_as_int(e.weight);
+        store_window(words + 1 + lane_id(), e.id);
+        store_window(words + 1 + topk + lane_id(), e.row);
+        store_window(words + 1 + 2 * topk + lane_id(), __float_as_int(e.weight));
     }
     __device__ int token() const { return __ldcg(words); }
     __device__ Entry load() const {

@@ -52,8 +52,8 @@ __device__ bool copy_in(const Map& m, const hal_cuda_combine_args& a) {
                 piece.store(slot + row * m.ep.combine_row_bytes);
             }
             if (a.carries_weights && lane_id() < words)
-                reinterpret_cast<float*>(slot + m.ep.slot_back)[row * words + lane_id()] =
-                    __ldg(reinterpret_cast<const float*>(a.row_weights) + row * words + lane_id());
+                store_window(reinterpret_cast<float*>(slot + m.ep.slot_back) + row * words + lane_id(),
+                             __ldg(reinterpret_cast<const float*>(a.row_weights) + row * words + lane_id()));
         }
         skip = i - length;
     }
@@ -193,8 +193,9 @@ struct Sums {
             sum.store(cell);
         }
         if (a.carries_weights && lane_id() < m.ep.topk)
-            cell_weights(cell)[lane_id()] =
-                owner < 0 ? 0.0f : __ldcg(near_weights(owner, e.row) + (m.ep.expert_layout ? 0 : lane_id()));
+            store_window(
+                cell_weights(cell) + lane_id(),
+                owner < 0 ? 0.0f : __ldcg(near_weights(owner, e.row) + (m.ep.expert_layout ? 0 : lane_id())));
         return sender.fill();
     }
     // Direct: each of this rank's rows of the token, as it is.
@@ -214,7 +215,7 @@ struct Sums {
                 piece.store(cell);
             }
             if (a.carries_weights && lane_id() < (m.ep.expert_layout ? 1 : m.ep.topk))
-                cell_weights(cell)[lane_id()] = __ldcg(near_weights(m.ep.rank, row) + lane_id());
+                store_window(cell_weights(cell) + lane_id(), __ldcg(near_weights(m.ep.rank, row) + lane_id()));
             if (!sender.fill()) return false;
         }
         return true;
@@ -257,9 +258,7 @@ struct Sums {
         const bool far = t.order >= 0 && !t.near;
         const int peer = t.source >= 0 && !t.near ? m.peer_to(t.source) : -1 - lane_id();
         const unsigned same = __match_any_sync(0xffffffffu, far ? peer : -1 - lane_id());
-        int before = 0;
-        for (unsigned left = same; far && left != 0; left &= left - 1)
-            before += (left & ~(left - 1) & lanes_below()) != 0;
+        const int before = __popc(same & lanes_below());
         bool ok = true;
         if (far) {
             const Channel c(m, peer, number);
@@ -279,11 +278,13 @@ struct Sums {
         __syncwarp();
         const bool far = t.order >= 0 && !t.near;
         const int peer = far ? m.peer_to(t.source) : -1;
-        if (!is_first(far, peer)) return;
-        const Channel c(m, peer, number);
-        std::uint64_t* taken = count_of(m, Count::combine_taken, c);
-        give_back(m, c, true, *taken, *taken + n);
-        *taken += n;
+        if (is_first(far, peer)) {
+            const Channel c(m, peer, number);
+            std::uint64_t* taken = count_of(m, Count::combine_taken, c);
+            give_back(m, c, true, *taken, *taken + n);
+            *taken += n;
+        }
+        __syncwarp();  // another lane may count the next token's cells
     }
 
     __device__ void finish(int token, const Terms& t) const {

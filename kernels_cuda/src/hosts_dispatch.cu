@@ -79,7 +79,8 @@ struct Rows {
             auto* to = reinterpret_cast<float*>(reinterpret_cast<char*>(__shfl_sync(0xffffffffu, base, lane)) +
                                                 ep.slot_scales) +
                        static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.scale_dim;
-            for (int i = lane_id(); i < ep.scale_dim; i += 32) to[i] = kCame ? __ldcg(row_scales + i) : __ldg(row_scales + i);
+            for (int i = lane_id(); i < ep.scale_dim; i += 32) 
+                store_window(to + i, kCame ? __ldcg(row_scales + i) : __ldg(row_scales + i));
         }
         store_words(e, owner, base);
     }
@@ -88,8 +89,8 @@ struct Rows {
         if (ep.expert_layout) {
             if (owner < 0) return;
             auto* slot = reinterpret_cast<char*>(base);
-            reinterpret_cast<std::int32_t*>(slot + ep.slot_idx)[e.row] = e.id - owner * ep.local_experts;
-            reinterpret_cast<float*>(slot + ep.slot_weights)[e.row] = e.weight;
+            store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + e.row, e.id - owner * ep.local_experts);
+            store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + e.row, e.weight);
             return;
         }
         for (unsigned left = __ballot_sync(0xffffffffu, is_first(owner >= 0, owner)); left != 0; left &= left - 1) {
@@ -97,8 +98,10 @@ struct Rows {
             auto* slot = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, base, lane));
             const std::size_t at = static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.topk + lane_id();
             if (lane_id() >= ep.topk) continue;
-            reinterpret_cast<std::int32_t*>(slot + ep.slot_idx)[at] = owner == rank ? e.id - rank * ep.local_experts : -1;
-            reinterpret_cast<float*>(slot + ep.slot_weights)[at] = owner == rank ? e.weight : 0.0f;
+            const bool there = owner == rank;
+            store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + at,
+                         there ? e.id - rank * ep.local_experts : -1);
+            store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + at, there ? e.weight : 0.0f);
         }
     }
     // The lanes whose rows an entry's payload goes to: one for each rank (layout rank) or each position.
@@ -118,7 +121,8 @@ struct Rows {
         }
         const Record record(cell + m.ep.row_bytes, m.ep.topk);
         record.store(token, e);
-        for (int i = lane_id(); i < m.ep.scale_dim; i += 32) record.scales()[i] = __ldg(scales(token) + i);
+        for (int i = lane_id(); i < m.ep.scale_dim; i += 32) 
+            store_window(record.scales() + i, __ldg(scales(token) + i));
     }
 
     // Channel c takes every channels-th token of those that cross.
@@ -221,7 +225,7 @@ struct Rows {
         for (unsigned left = targets; m.ep.scale_dim > 0 && left != 0; left &= left - 1) {
             auto* to = reinterpret_cast<float*>(slot + m.ep.slot_scales) +
                        static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lowest(left))) * m.ep.scale_dim;
-            for (int i = lane_id(); i < m.ep.scale_dim; i += 32) to[i] = __ldcg(record.scales() + i);
+            for (int i = lane_id(); i < m.ep.scale_dim; i += 32) store_window(to + i, __ldcg(record.scales() + i));
         }
         store_words(e, e.owner(m.ep), reinterpret_cast<unsigned long long>(slot));
         came_from(m, a.source, peer, number).store(record.token(), e);
@@ -271,11 +275,11 @@ struct Rows {
         }
         const int words = m.ep.expert_layout ? 1 : m.ep.topk;
         for (int i = lane_id(); i < words; i += 32) {
-            reinterpret_cast<std::int32_t*>(slot + m.ep.slot_idx)[row * words + i] = -1;
-            reinterpret_cast<float*>(slot + m.ep.slot_weights)[row * words + i] = 0.0f;
+            store_window(reinterpret_cast<std::int32_t*>(slot + m.ep.slot_idx) + row * words + i, -1);
+            store_window(reinterpret_cast<float*>(slot + m.ep.slot_weights) + row * words + i, 0.0f);
         }
         for (int i = lane_id(); i < m.ep.scale_dim; i += 32)
-            reinterpret_cast<float*>(slot + m.ep.slot_scales)[row * m.ep.scale_dim + i] = 0.0f;
+            store_window(reinterpret_cast<float*>(slot + m.ep.slot_scales) + row * m.ep.scale_dim + i, 0.0f);
     }
 };
 
@@ -284,12 +288,12 @@ __device__ void hand_out_counts(const Rows& r) {
     const hal_cuda_ep& ep = r.m.ep;
     char* slot = r.m.here(r.m.slot(r.a.slot));
     for (int e = static_cast<int>(threadIdx.x); e < ep.local_experts; e += static_cast<int>(blockDim.x))
-        reinterpret_cast<std::int32_t*>(slot + ep.slot_counts)[e] =
-            reinterpret_cast<const std::int32_t*>(r.a.expert_counts)[e];
+        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_counts) + e,
+                     reinterpret_cast<const std::int32_t*>(r.a.expert_counts)[e]);
     for (int e = static_cast<int>(threadIdx.x); ep.expert_layout && e <= ep.local_experts;
          e += static_cast<int>(blockDim.x))
-        reinterpret_cast<long long*>(slot + ep.slot_offsets)[e] =
-            reinterpret_cast<const long long*>(r.a.expert_offsets)[e];
+        store_window(reinterpret_cast<long long*>(slot + ep.slot_offsets) + e,
+                     reinterpret_cast<const long long*>(r.a.expert_offsets)[e]);
 }
 
 // Each warp first does its channel's work, which waits for nobody but the warp at the channel's other end; then all share

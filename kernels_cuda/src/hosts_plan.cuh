@@ -217,7 +217,7 @@ __device__ inline void place_all(const Headers& headers, const hal_cuda_dispatch
         if (!ep.expert_layout) {
             for (int source = lane_id(); source < ep.rank && !ep.fixed_slots; source += 32)
                 start += word_of(headers, source, headers.to_rank(rank));
-            start = __reduce_add_sync(0xffffffffu, start);
+            start = __shfl_sync(0xffffffffu, warp_scan(start), 31);
             if (lane_id() == 0)
                 lists.base[rank] = ep.fixed_slots ? ep.rank * ep.max_tokens : static_cast<std::int32_t>(start);
             if (rank != ep.rank) continue;
