@@ -46,6 +46,11 @@ class Crossing:
         ends = 2 if self.hierarchical else 1
         return max(ends * self.peers * self.channels, self.peers * self.channels + self.channels) + 1
 
+    def shape(self, blocks: int, threads: int) -> tuple[int, int]:
+        """Blocks and threads of a launch that would like as many as given: at least :attr:`warps`."""
+        needed = -(-self.warps // blocks)
+        return blocks, max(threads, 32 * needed)
+
 
 def crossing(spec: ExpertParallelSpec, ranks: int, hosts: int) -> Crossing:
     """Of ``spec``, whose defaults are filled in, on ``hosts`` > 1 hosts. ContractError where they cannot be equal.
