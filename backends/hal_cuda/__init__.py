@@ -13,4 +13,6 @@ def _load() -> Backend:
     return CudaBackend()
 
 
-SPEC = BackendSpec("cuda", probe, _load, "lsa", "NVIDIA GPUs of one NVLink domain, through NCCL's device API")
+SPEC = BackendSpec(
+    "cuda", probe, _load, "lsa", "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them"
+)
