@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 from hal_cuda import SPEC, build, nccl
 from hal_cuda.layout import layout, payload_bytes
-from hal_cuda.native import CombineArgs, DispatchArgs, Ep, Error, Gin, GinNeeds, GinProperties, Op, Properties
+from hal_cuda.native import (
+    CombineArgs,
+    DispatchArgs,
+    Ep,
+    Error,
+    Gin,
+    GinCheckArgs,
+    GinNeeds,
+    GinProperties,
+    Op,
+    Properties,
+)
 from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate, fraction_sent, tuning
 from hal_cuda.slots import Slots
 
@@ -42,7 +53,7 @@ def test_structures_are_those_of_the_header(tmp_path):
     """Sizes as a C compiler sees them."""
     names = {
         "ep": Ep, "dispatch_args": DispatchArgs, "combine_args": CombineArgs, "error": Error, "op": Op, "gin": Gin,
-        "gin_needs": GinNeeds, "gin_properties": GinProperties, "properties": Properties,
+        "gin_needs": GinNeeds, "gin_properties": GinProperties, "gin_check_args": GinCheckArgs, "properties": Properties,
     }  # fmt: skip
     text = '#include "hal_cuda.h"\n#include <stdio.h>\nint main(void) {\n'
     text += "".join(f'printf("%zu\\n", sizeof(hal_cuda_{name}));\n' for name in names) + "return 0; }\n"

@@ -98,6 +98,8 @@ class GinSession(CudaSession):
         self._outbox_end = 0
         self._unread: dict[tuple[int, int], int] = {}
         """Posts to each (queue, peer) since its sources were last known to be read."""
+        self.signalled: dict[int, int] = {}
+        """Rounds of hal_cuda.gin_check in which indexed signals of a queue were raised."""
 
     # --- words ---------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,8 @@ class GinSession(CudaSession):
             )  # fmt: skip
 
     def signal(self, slot: int, peer: int, value: int, op: SignalOp, queue: int, order: Order) -> None:
+        # Where the profile has no weak signal of its own, none is sent.
+        order = self.profile.signal_order(order, bundled=False)
         self._post(native.SIGNAL, peer, queue, order, address=slot, value=value, signal_op=int(op))
 
     def quiet(self, queue: int, peer: int | None, scope: QuietScope) -> None:
@@ -221,6 +225,13 @@ class GinSession(CudaSession):
         self.library.gin_ops(
             byref(self._ep), byref(self.gin), self._ops, len(ops), nanoseconds, self._result_address, self.stream
         )
+        self.library.stream_sync(self.device, self.stream)
+        self.check(seconds)
+
+    def run_check(self, args: Any) -> None:
+        """Run the kernel of :mod:`hal_cuda.gin_check` to its end."""
+        seconds = self.config.timeout
+        self.library.gin_check(byref(self._ep), byref(self.gin), byref(args), int(seconds * 1e9), self.stream)
         self.library.stream_sync(self.device, self.stream)
         self.check(seconds)
 

@@ -92,7 +92,12 @@ GinProperties: Any = _structure(
     "GinProperties",
     (c_int32, "type connection contexts connections signals strong va_signals traffic_class lsa_size rail_size"),
 )
-GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI"}
+GinCheckArgs: Any = _structure(
+    "GinCheckArgs",
+    (c_int32, "kind rounds rows queue threads unused"),
+    (c_uint64, "window base row_bytes before bad checked"),
+)
+GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI", 100: "emulated"}
 GIN_CONNECTIONS = {1: "full", 2: "rail"}
 
 
@@ -139,6 +144,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "hosts_combine": (c_void_p, c_void_p, c_void_p, c_uint64),
     "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
     "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
+    "gin_check": (c_void_p, c_void_p, c_void_p, c_uint64, c_uint64),
     "gin_ops": (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "device_count": (POINTER(c_int),),
     "malloc": (c_int, c_uint64, c_uint64, POINTER(c_uint64)),
@@ -169,6 +175,9 @@ class Library:
         leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
         dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p
         self.leases, self.dlpack = leases, dlpack
+        check_bytes = self._cdll.hal_cuda_gin_check_bytes
+        check_bytes.argtypes, check_bytes.restype = (c_void_p, c_void_p), c_uint64
+        self.gin_check_bytes = check_bytes
         self.state_bytes = int(self._cdll.hal_cuda_state_bytes())
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._cdll, f"hal_cuda_{name}")
