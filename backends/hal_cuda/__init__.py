@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from hal.backend import Backend, BackendSpec
-from hal_cuda.probe import probe
+from collections.abc import Callable
+from typing import Any
+
+from hal.backend import Backend, BackendSpec, TransportSpec
+from hal_cuda.probe import probe, probe_emulator
 
 
 def _load() -> Backend:
@@ -13,6 +16,26 @@ def _load() -> Backend:
     return CudaBackend()
 
 
-SPEC = BackendSpec(
-    "cuda", probe, _load, "lsa", "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them"
+def _load_gpus() -> Callable[..., Any]:
+    from hal_cuda.backend import connect_gpus
+
+    return connect_gpus
+
+
+def _load_emulated() -> Callable[..., Any]:
+    from hal_cuda.emulated import connect_emulated
+
+    return connect_emulated
+
+
+SPEC = BackendSpec("cuda", probe, _load, "lsa", "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them")
+LSA = TransportSpec("lsa", ("cuda",), probe, _load_gpus, "loads and stores over NVLink (NCCL's LSA team)")
+GIN = TransportSpec("gin", ("cuda",), probe, _load_gpus, "NVLink within a host, NCCL's GIN between hosts")
+GIN_EMULATED = TransportSpec(
+    "gin_emulated",
+    ("cuda",),
+    probe_emulator,
+    _load_emulated,
+    "the CUDA kernels on emulated GPUs, on CPUs of one machine",
+    brings_device=True,
 )

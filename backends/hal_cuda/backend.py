@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining a run: one GPU for each rank, one NCCL communicator over all of them."""
+"""Joining a run by the transport that the settings name; ``lsa`` is one GPU for each rank and one NCCL communicator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ctypes import c_int, c_void_p
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
 from hal.config import ExpertParallelSpec, HalConfig
-from hal.errors import BackendUnavailable, ContractError, HalError
+from hal.errors import BackendUnavailable, HalError
+from hal.registry import get_transport
 from hal.sizing import Part
 from hal_cuda import native
 from hal_cuda.gin_session import Gin, GinSession
@@ -24,29 +25,10 @@ class CudaBackend:
     name = "cuda"
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
-        """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ).
-
-        Transport ``lsa``: NVLink only. ``gin``: NVLink inside each domain, GIN between them. Unset: ``lsa`` if one domain
-        spans the run, else ``gin``.
-        """
-        if config.transport not in (None, "lsa", "gin"):
-            raise ContractError(
-                f"transport={config.transport!r}: backend 'cuda' has the transports 'lsa' (one NVLink domain) and 'gin' "
-                "(several)"
-            )
-        library = native.load()
-        devices = int(library.value("device_count", c_int))
-        if devices < 1:
-            raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
-        device = bootstrap.rank % devices
-        identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-        if bootstrap.rank == 0:
-            library.unique_id(identity)
-        identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
-        comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
-        properties = native.Properties()
-        library.comm_properties(comm, ctypes.byref(properties))
-        return session(library, comm, properties, config, bootstrap)
+        """Collective; see :func:`connect_gpus` for real GPUs."""
+        load = get_transport(config.transport, "cuda").load if config.transport else lambda: connect_gpus
+        joined: Session = load()(config, bootstrap)
+        return joined
 
     def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`."""
@@ -54,6 +36,27 @@ class CudaBackend:
         from hal_cuda.layout import buffer_parts
 
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
+
+
+def connect_gpus(config: HalConfig, bootstrap: Bootstrap) -> Session:
+    """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ).
+
+    Transport ``lsa``: NVLink only. ``gin``: NVLink inside each domain, GIN between them. Unset: ``lsa`` if one domain spans
+    the run, else ``gin``.
+    """
+    library = native.load()
+    devices = int(library.value("device_count", c_int))
+    if devices < 1:
+        raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
+    device = bootstrap.rank % devices
+    identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+    if bootstrap.rank == 0:
+        library.unique_id(identity)
+    identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
+    comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
+    properties = native.Properties()
+    library.comm_properties(comm, ctypes.byref(properties))
+    return session(library, comm, properties, config, bootstrap)
 
 
 def session(

@@ -258,6 +258,8 @@ int hal_cuda_copy(int device, uint64_t dst, uint64_t src, uint64_t bytes, uint64
 int hal_cuda_stream_create(int device, uint64_t* stream);
 int hal_cuda_stream_destroy(int device, uint64_t stream);
 int hal_cuda_stream_sync(int device, uint64_t stream);
+/* *idle: all work given so far is done. An error of that work is this call's. */
+int hal_cuda_stream_query(int device, uint64_t stream, int* idle);
 int hal_cuda_stream_capturing(int device, uint64_t stream, int* capturing);
 int hal_cuda_stream_order(int device, uint64_t earlier,
                           uint64_t later); /* `later` goes on after what `earlier` holds now */
