@@ -16,10 +16,10 @@ def _load() -> Backend:
     return CudaBackend()
 
 
-def _load_gpus() -> Callable[..., Any]:
-    from hal_cuda.backend import connect_gpus
+def _load_nccl() -> Callable[..., Any]:
+    from hal_cuda.backend import connect_nccl
 
-    return connect_gpus
+    return connect_nccl
 
 
 def _load_emulated() -> Callable[..., Any]:
@@ -28,9 +28,13 @@ def _load_emulated() -> Callable[..., Any]:
     return connect_emulated
 
 
-SPEC = BackendSpec("cuda", probe, _load, "lsa", "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them")
-LSA = TransportSpec("lsa", ("cuda",), probe, _load_gpus, "loads and stores over NVLink (NCCL's LSA team)")
-GIN = TransportSpec("gin", ("cuda",), probe, _load_gpus, "NVLink within a host, NCCL's GIN between hosts")
+SPEC = BackendSpec(
+    "cuda", probe, _load, "lsa", "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them"
+)
+LSA = TransportSpec("lsa", ("cuda",), probe, _load_nccl, "loads and stores over NVLink (NCCL's LSA team)")
+GIN = TransportSpec(
+    "gin", ("cuda",), probe, _load_nccl, "NVLink within a domain, NCCL's GIN (RDMA from kernels) between domains"
+)
 GIN_EMULATED = TransportSpec(
     "gin_emulated",
     ("cuda",),

@@ -25,10 +25,11 @@ class CudaBackend:
     name = "cuda"
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
-        """Collective; see :func:`connect_gpus` for real GPUs."""
-        load = get_transport(config.transport, "cuda").load if config.transport else lambda: connect_gpus
-        joined: Session = load()(config, bootstrap)
-        return joined
+        """Collective. Transport unset: ``lsa`` if one NVLink domain spans the run, else ``gin``."""
+        if config.transport is None:
+            return connect_nccl(config, bootstrap)
+        session: Session = get_transport(config.transport, "cuda").load()(config, bootstrap)
+        return session
 
     def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`."""
@@ -38,12 +39,8 @@ class CudaBackend:
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
 
 
-def connect_gpus(config: HalConfig, bootstrap: Bootstrap) -> Session:
-    """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ).
-
-    Transport ``lsa``: NVLink only. ``gin``: NVLink inside each domain, GIN between them. Unset: ``lsa`` if one domain spans
-    the run, else ``gin``.
-    """
+def connect_nccl(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+    """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ)."""
     library = native.load()
     devices = int(library.value("device_count", c_int))
     if devices < 1:
@@ -56,13 +53,6 @@ def connect_gpus(config: HalConfig, bootstrap: Bootstrap) -> Session:
     comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
     properties = native.Properties()
     library.comm_properties(comm, ctypes.byref(properties))
-    return session(library, comm, properties, config, bootstrap)
-
-
-def session(
-    library: native.Library, comm: int, properties: native.Properties, config: HalConfig, bootstrap: Bootstrap
-) -> Session:
-    """Collective. The session of the transport that was asked for; the communicator goes if there is none."""
     one_domain = properties.lsa_size == bootstrap.world_size
     try:
         if config.transport == "lsa" and not one_domain:
@@ -70,7 +60,7 @@ def session(
                 f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink: use "
                 f"transport=gin, or run within one NVLink domain; {gin_in_words(properties)}"
             )
-        if config.transport == "lsa" or (one_domain and config.transport is None):
+        if one_domain and config.transport != "gin":
             return CudaSession(library, comm, properties, config, bootstrap)
         gin = Gin(library, comm, config, bootstrap)
         return GinSession(library, comm, properties, config, bootstrap, gin)

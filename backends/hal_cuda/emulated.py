@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hal_host.mesh import close_all, connect_mesh
 
-from hal.errors import ContractError, HalError
+from hal.errors import ContractError
 from hal_cuda import native
+from hal_cuda.gin_session import Gin, GinSession
 from hal_cuda.session import CudaSession
 from hal_cuda.sizing import Tuning
 
@@ -36,8 +37,23 @@ def threads() -> int:
     return int(text)
 
 
-class EmulatedCudaSession(CudaSession):
-    """A rank's connection over emulated GPUs. ``links`` are its sockets to the other ranks, closed with it."""
+class _Emulated:
+    """What sessions over emulated GPUs have besides. ``links`` are a rank's sockets to the other ranks."""
+
+    _links: list[socket.socket | None]
+    properties: Any
+
+    def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
+        blocks = self.properties.sms
+        return Tuning(blocks, blocks, max(blocks - 1, 1), small_threads=threads(), threads=threads())
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]  # the real session's
+        close_all(self._links)
+
+
+class EmulatedCudaSession(_Emulated, CudaSession):
+    """A rank's connection over emulated GPUs of one NVLink domain. ``links`` are closed with it."""
 
     def __init__(
         self,
@@ -51,16 +67,25 @@ class EmulatedCudaSession(CudaSession):
         self._links = links
         super().__init__(library, comm, properties, config, bootstrap, device_name="cpu")
 
-    def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
-        blocks = self.properties.sms
-        return Tuning(blocks, blocks, max(blocks - 1, 1), small_threads=threads(), threads=threads())
 
-    def close(self) -> None:
-        super().close()
-        close_all(self._links)
+class EmulatedGinSession(_Emulated, GinSession):
+    """The same with several domains, and an emulated network card on each rank."""
+
+    def __init__(
+        self,
+        library: native.Library,
+        comm: int,
+        properties: Any,
+        config: HalConfig,
+        bootstrap: Bootstrap,
+        links: list[socket.socket | None],
+    ) -> None:
+        self._links = links
+        gin = Gin(library, comm, config, bootstrap)
+        super().__init__(library, comm, properties, config, bootstrap, gin, device_name="cpu")
 
 
-def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> EmulatedCudaSession:
+def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     """Collective. ``topology.nodes`` equal groups of consecutive ranks are the NVLink domains."""
     world, rank, nodes = bootstrap.world_size, bootstrap.rank, config.topology.nodes
     library = native.load_emulated()
@@ -71,13 +96,8 @@ def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> EmulatedCudaSes
         comm = library.value("emulator_create", c_void_p, numbers, world, rank, nodes, rank, bootstrap.timeout)
         properties = native.Properties()
         library.comm_properties(comm, ctypes.byref(properties))
-        if properties.lsa_size != world:
-            library.comm_destroy(comm, 0)
-            raise HalError(
-                f"{world} ranks on topology.nodes={nodes}: only {properties.lsa_size} of them reach each other over NVLink; "
-                "run within one NVLink domain (topology.nodes=1)"
-            )
-        return EmulatedCudaSession(library, comm, properties, config, bootstrap, links)
+        kind = EmulatedCudaSession if properties.lsa_size == world else EmulatedGinSession
+        return kind(library, comm, properties, config, bootstrap, links)
     except BaseException:
         close_all(links)
         raise

@@ -5,7 +5,8 @@
 #include <cstdlib>
 #include <exception>
 
-#include "gin.cuh"
+#include "emulation/options.hpp"
+#include "src/gin.cuh"
 
 namespace hal::cuda {
 int fail(const std::string& text);
@@ -59,7 +60,8 @@ extern "C" int hal_cuda_gin_create(void* comm, const hal_cuda_gin_needs* needs, 
     const std::string kind = emulation::options().gin;
     if (kind == "none")
         return fail(
-            "the emulated ranks have no network card (HAL_CUDA_EMULATOR_GIN=none), so nothing leaves the NVLink domain");
+            "the emulated ranks have no network card (HAL_CUDA_EMULATOR_GIN=none), so nothing leaves the NVLink "
+            "domain");
     try {
         const bool rail = kind == "rail";
         c.gin = std::make_shared<emulation::Gin>(c, needs->queues, needs->signals, needs->strong != 0, rail);

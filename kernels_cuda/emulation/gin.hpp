@@ -10,6 +10,9 @@
 
 namespace hal::cuda::emulation {
 
+// ncclGinType_t ends well below it.
+constexpr int kEmulatedGin = 100;
+
 class Gin {
   public:
     // Collective. `rail`: only ranks with this one's place in their team are reached.
@@ -20,7 +23,8 @@ class Gin {
     int signals() const { return signals_; }
     bool strong() const { return strong_; }
     // Bytes of `peer`'s part of a window, or why there are none such.
-    Nic::Span find(std::uint64_t window, int peer, std::uint64_t offset, std::uint64_t bytes, std::string& trouble) const;
+    Nic::Span find(std::uint64_t window, int peer, std::uint64_t offset, std::uint64_t bytes,
+                   std::string& trouble) const;
     std::uint64_t* signal(int peer, int queue, int index) const;
     Nic::Span signal_span(int peer, int queue, int index) const;
 

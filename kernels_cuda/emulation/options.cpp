@@ -16,6 +16,7 @@ Options read() {
     if (const char* text = given("HAL_CUDA_EMULATOR_BLOCKS")) o.multiprocessors = std::atoi(text);
     if (const char* text = given("HAL_CUDA_EMULATOR_SEED")) o.seed = std::strtoull(text, nullptr, 0);
     if (const char* text = given("HAL_CUDA_EMULATOR_ADVERSARY")) o.adversary = std::atoi(text) != 0;
+    if (const char* text = given("HAL_CUDA_EMULATOR_GIN")) o.gin = text;
     if (const char* text = given("HAL_CUDA_EMULATOR_LIMIT")) o.limit_seconds = std::atof(text);
     return o;
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <exception>
 
+#include "emulation/gin.hpp"
 #include "emulation/hal_cuda_emulator.h"
 #include "emulation/options.hpp"
 #include "emulation/world.hpp"
@@ -20,7 +21,6 @@ using namespace hal::cuda::emulation;
 
 namespace {
 
-constexpr int kNoGin = 0;
 constexpr const char* kNoNccl =
     "the emulated library has no NCCL below it: communicators are made by hal_cuda_emulator_create";
 
@@ -53,7 +53,8 @@ int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
     *out = {};
     out->world = c.world, out->rank = c.rank, out->device = c.device;
     out->lsa_size = c.lsa_size(), out->lsa_rank = c.lsa_rank();
-    out->gin_type = kNoGin;
+    out->gin_type = options().gin == "full" ? kEmulatedGin : 0;
+    out->rail_type = options().gin == "none" ? 0 : kEmulatedGin;
     out->sms = options().multiprocessors;
     std::snprintf(out->gpu, sizeof out->gpu, "emulated on CPUs");
     return 0;
@@ -69,10 +70,10 @@ int hal_cuda_window_create(void* comm, std::uint64_t bytes, hal_cuda_window* out
     *out = {};
     try {
         Communicator& c = of(comm);
-        Window& window = c.create(bytes);
-        out->ptr = reinterpret_cast<std::uint64_t>(window.of_rank(c.rank)), out->bytes = bytes;
-        out->peers = reinterpret_cast<std::uint64_t>(window.peers()), out->peer_stride = window.stride();
-        out->handle = reinterpret_cast<std::uint64_t>(&window);
+        const std::shared_ptr<Window> window = c.create(bytes);
+        out->ptr = reinterpret_cast<std::uint64_t>(window->of_rank(c.rank)), out->bytes = bytes;
+        out->peers = reinterpret_cast<std::uint64_t>(window->peers()), out->peer_stride = window->stride();
+        out->handle = reinterpret_cast<std::uint64_t>(window.get());
         return 0;
     } catch (const std::exception& error) {
         return fail(error.what());

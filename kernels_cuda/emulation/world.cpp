@@ -129,7 +129,7 @@ Window::Window(const Communicator& comm, std::vector<int> descriptors, std::size
 
 Window::~Window() { munmap(base_, span_); }
 
-Window& Communicator::create(std::size_t bytes) {
+std::shared_ptr<Window> Communicator::create(std::size_t bytes) {
     Descriptors parts(world);
     std::string trouble;
     const auto total = static_cast<std::size_t>(world) * bytes;
@@ -149,11 +149,21 @@ Window& Communicator::create(std::size_t bytes) {
         if (peer != rank)
             parts.fds[static_cast<std::size_t>(peer)] =
                 take_part(links[static_cast<std::size_t>(peer)], peer, bytes, deadline);
-    windows.push_back(std::make_unique<Window>(*this, parts.fds, bytes));
-    return *windows.back();
+    auto made = std::make_shared<Window>(*this, parts.fds, bytes);
+    const std::lock_guard lock(mutex_);
+    windows.push_back(made);
+    return made;
+}
+
+std::shared_ptr<Window> Communicator::find(std::uint64_t handle) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& window : windows)
+        if (reinterpret_cast<std::uint64_t>(window.get()) == handle) return window;
+    return nullptr;
 }
 
 void Communicator::destroy(Window* window) {
+    const std::lock_guard lock(mutex_);
     std::erase_if(windows, [&](const auto& w) { return w.get() == window; });
 }
 

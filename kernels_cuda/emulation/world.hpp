@@ -45,14 +45,22 @@ struct Communicator {
     int world = 1, rank = 0, nodes = 1, device = 0;
     std::vector<int> links;
     double seconds = 30.0;
-    std::vector<std::unique_ptr<Window>> windows;
+    std::vector<std::shared_ptr<Window>> windows;
+    // Emulated GIN (gin.hpp), where it was asked for, and its counters. Before the windows go.
+    std::vector<std::uint64_t> gin_state;
+    std::shared_ptr<class Gin> gin;
 
     int lsa_size() const { return world / nodes; }
     int lsa_rank() const { return rank % lsa_size(); }
     int lsa_first() const { return rank - lsa_rank(); }
     // Collective: a window of equally many bytes on every rank. Throws std::runtime_error with the reason.
-    Window& create(std::size_t bytes);
+    std::shared_ptr<Window> create(std::size_t bytes);
     void destroy(Window* window);
+    // The window with this handle, which is its address; nullptr when there is none.
+    std::shared_ptr<Window> find(std::uint64_t handle);
+
+  private:
+    std::mutex mutex_;  // of `windows`: kernels look them up
 };
 
 }  // namespace hal::cuda::emulation

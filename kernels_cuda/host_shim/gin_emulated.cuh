@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The requests of gin.cuh, given to the emulated network card of this rank. A twin of src/gin_nccl.cuh.
 #pragma once
-#include "device.cuh"
 #include "emulation/gin.hpp"
 
 namespace hal::cuda::gin {
@@ -20,8 +19,8 @@ class Requests {
     void put(int peer, Place to, Place from, std::uint64_t bytes, Target target, std::uint64_t add, bool strong,
              bool more) const {
         release();
-        gin_.nic().put(queue_, peer, at(to, peer, bytes), here(from, bytes), bytes, signal_of(peer, target, add, strong),
-                       more);
+        gin_.nic().put(queue_, peer, at(to, peer, bytes), here(from, bytes), bytes,
+                       signal_of(peer, target, add, strong), more);
     }
     template <class T>
     void put_value(int peer, Place to, T value, bool more) const {

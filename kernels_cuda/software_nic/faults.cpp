@@ -200,9 +200,10 @@ Plan FaultPolicy::plan(std::uint64_t operation, std::size_t bytes, Nanos now) {
     plan.publish_hold = draw_time(operation, draw_publish, faults_.publish);
     plan.complete_hold = draw_time(operation, draw_complete, faults_.complete);
     if (faults_.source_early) plan.read_hold = draw_time(operation, draw_read, faults_.read);
+    plan.start = begin + plan.read_hold;
     if (bytes) cut(operation, bytes, plan.pieces);
     for (std::size_t i = 0; i < plan.pieces.size(); ++i)
-        plan.pieces[i].due = begin + plan.read_hold + draw_time(operation, draw_order + i, faults_.reorder);
+        plan.pieces[i].due = plan.start + draw_time(operation, draw_order + i, faults_.reorder);
 
     if (faults_.stall && operation >= faults_.stall_at) {
         bool first = operation == faults_.stall_at;

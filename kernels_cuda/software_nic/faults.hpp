@@ -55,6 +55,7 @@ struct Plan {
     Outcome outcome = Outcome::deliver;
     std::vector<Piece> pieces;  // covers every byte once
     Nanos publish_hold = 0, complete_hold = 0, read_hold = 0;
+    Nanos start = 0;       // the pieces' holds begin here, or when the source was read, if that is later
     Nanos not_before = 0;  // of the operation's signal, whether or not it has data
 };
 

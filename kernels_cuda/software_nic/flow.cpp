@@ -191,6 +191,9 @@ bool Flow::reap(Nanos now) {
         for (const Part& part : in_flight_.front().parts) {
             if (part.snapshot) {
                 complete(*part.live, RequestState::done);  // the source may be reused: that is all that "done" says
+                const Nanos late = std::max<Nanos>(now - part.live->plan.start, 0);
+                for (Piece& piece : part.live->plan.pieces)
+                    if (piece.due < never - late) piece.due += late;
                 schedule(*part.live);
             } else if (--part.live->undelivered == 0) {
                 part.live->delivered_at = now;
