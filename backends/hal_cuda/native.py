@@ -30,6 +30,10 @@ STAGES = (
     "barrier",
     "sources read by the network",
     "arrival at the peer",
+    "dispatch room in the peer's ring",
+    "dispatch rows of another host",
+    "combine room in the peer's ring",
+    "combine rows of another host",
 )
 STAMPED_STAGES = (2, 3, 5)
 """Stages whose words carry the round in their upper half."""
