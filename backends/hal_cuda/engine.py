@@ -256,8 +256,8 @@ class CudaEngine:
         return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)
 
     def received(self, pending: PendingDispatch, stream: int | None) -> Received:
+        self.settle(pending)  # may send again, and then the state is another
         state, spec = pending.state, self._spec
-        self.settle(pending)
         self._finish(stream)
         rows, place, local = state.rows, self.place, spec.num_experts // self._session.world_size
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
