@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -193,15 +194,39 @@ def refusals(comm: hal.Communicator, case: HostsCase) -> None:
         one_round(layer, case, 1)
 
 
-def stays_away(comm: hal.Communicator, case: HostsCase, absent: int, from_round: int) -> tuple[int, str, float]:
-    """``absent`` stops calling after some rounds; every other rank must be told in time that it is that one."""
+@dataclass
+class Absence:
+    """Rank ``rank`` does not come to a call of round ``turn``: its dispatch, or its combine. ``closes``: it leaves; else it
+    stays until ``told`` (ranks that are threads), or for ``seconds``."""
+
+    rank: int
+    turn: int = 1
+    combine: bool = False
+    closes: bool = False
+    told: threading.Barrier | None = None
+    seconds: float = 0.0
+
+
+def absence(comm: hal.Communicator, case: HostsCase, absent: Absence) -> tuple[int, str, float]:
+    """Whom this rank's error names, in which stage, and after how many seconds; (-1, "", 0) of the absent rank."""
     layer = layer_of(comm, case)
-    for turn in range(from_round):
+    rank, give = comm.rank, layer.target.give
+    for turn in range(absent.turn):
         one_round(layer, case, turn)
-    if comm.rank == absent:
-        time.sleep(2.5 * comm.config.timeout + 3)
+    sent, expected = batch(case, 0)
+    handle = layer.dispatch(sent[rank], expected) if absent.combine else None
+    if rank == absent.rank:
+        if absent.told is not None and not absent.closes:
+            absent.told.wait(100)
+        time.sleep(absent.seconds)
         return -1, "", 0.0
     start = time.monotonic()
-    with pytest.raises(PeerTimeout) as told:
-        one_round(layer, case, 1)
-    return told.value.rank, told.value.stage, time.monotonic() - start
+    with pytest.raises(PeerTimeout) as error:
+        if handle is None:
+            layer.dispatch(sent[rank], expected)
+        else:
+            layer.ep.combine(give(expected.answers(0)[rank], rank), handle)
+    seconds = time.monotonic() - start
+    if absent.told is not None and not absent.closes:
+        absent.told.wait(100)
+    return error.value.rank, error.value.stage, seconds

@@ -117,9 +117,12 @@ class Sender {
             bool ok = true;
             const std::uint64_t* word = raised_here(m_, combine_ ? Raised::combine_credit : Raised::credit, c_);
             if (lane_id() == 0) {
-                ok = queue_.wait(word, wanted - cells, c_.rank,
-                                 combine_ ? HAL_CUDA_STAGE_COMBINE_ROOM : HAL_CUDA_STAGE_ROOM);
-                room_ = queue_.read(word);
+                // In a combine the peer gives back what it sums, and for that it may wait for a neighbour of its own.
+                ok = wait_until(
+                    m_.ep, [&] { return room_ = load_acquire(word); },
+                    [&](std::uint64_t v) { return v >= wanted - cells; },
+                    combine_ ? HAL_CUDA_STAGE_COMBINE_ROOM : HAL_CUDA_STAGE_ROOM, c_.rank, wanted - cells,
+                    queue_.index(), combine_ && m_.local > 1 ? kPatience : 1u);
             }
             if (!all_lanes(ok)) return nullptr;
             room_ = __shfl_sync(0xffffffffu, static_cast<unsigned long long>(room_), 0);
