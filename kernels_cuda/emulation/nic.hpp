@@ -26,7 +26,7 @@ class Nic {
   public:
     // Everything that the contract allows, in times that keep tests quick.
     static constexpr const char* kDefaultFaults =
-        "reorder=60us,split=1K,publish=40us,source_early,read=40us,complete=20us";
+        "reorder=250us,split=1K,publish=40us,source_early,read=40us,complete=20us";
 
     // Memory as this rank maps it; `keep` holds the mapping until the operation has ended.
     struct Span {
@@ -41,8 +41,9 @@ class Nic {
 
     // Throws swnic::ConfigError.
     Nic(int world, int rank, int queues);
-    // Waits a little for what is still under way, as a real card would deliver it.
-    ~Nic();
+    ~Nic() { stop(2); }
+    // Waits so many seconds at most for what is still under way, as a real card would deliver it; then nothing moves.
+    void stop(double seconds);
     Nic(const Nic&) = delete;
     Nic& operator=(const Nic&) = delete;
 
