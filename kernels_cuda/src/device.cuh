@@ -62,11 +62,11 @@ __device__ __forceinline__ int awaited(Who who) {
     return who();
 }
 
-// Polls `load` until `ok`; false after ep.timeout_ns, or when another block has failed. The clock is read once for many
+// Polls `load` until `ok`; false after `patience` times ep.timeout_ns, or when another block has failed. The clock is read once for many
 // polls: reading it costs more than a poll.
 template <class Load, class Ok, class Rank>
 __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok ok, int stage, Rank rank,
-                                           std::uint64_t expected, int queue = 0) {
+                                           std::uint64_t expected, int queue = 0, unsigned patience = 1) {
     auto value = load();
     if (ok(value)) return true;
     const std::uint64_t start = nanoseconds();
@@ -89,7 +89,7 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
         if (failed != 0 || closed) {  // what that rank wrote before its last word is visible now, so look once more
             value = load();
             if (ok(value)) return true;
-        } else if (nanoseconds() - start <= ep.timeout_ns) {
+        } else if (nanoseconds() - start <= patience * ep.timeout_ns) {
             continue;
         }
         hal_cuda_error what{};
@@ -179,14 +179,15 @@ struct Launch {
 
 // Every block of the launch has come this far, and what it wrote before is visible. All blocks must be resident: there
 // are never more than the device has multiprocessors.
-__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, int number) {
+__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, int number, unsigned patience = 1) {
     int ok = 1;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&counters.arrived[number], 1u);
         auto load = [&] { return load_acquire_gpu(&counters.arrived[number]); };
-        ok = wait_until(ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x);
+        ok = wait_until(ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x,
+                        0, patience);
     }
     return __syncthreads_and(ok) != 0;
 }
