@@ -31,6 +31,7 @@ from hal.config import ExpertParallelSpec
 from hal.errors import BackendUnavailable, CapacityError
 
 ROOT = Path(__file__).resolve().parents[1]
+WARNINGS_END = ("-Werror", "all-warnings", "-Xcompiler", "-Werror")
 
 
 @pytest.mark.slow
@@ -48,7 +49,7 @@ def test_every_source_compiles(tmp_path):
         files = [file for file in files if "nccl" not in file.name and "gin" not in file.name]
     places = ["-I", str(sources / "include"), *(part for path in headers[:1] for part in ("-isystem", str(path)))]
     for file in files:
-        command = [compiler, *build.FLAGS, "-gencode=arch=compute_90,code=sm_90", *places, "-c", str(file)]
+        command = [compiler, *build.FLAGS, *WARNINGS_END, "-gencode=arch=compute_90,code=sm_90", *places, "-c", str(file)]
         told = subprocess.run([*command, "-o", str(tmp_path / "o.o")], capture_output=True, text=True, check=False)
         assert told.returncode == 0, f"{file.name}: {told.stderr[-3000:]}"
 

@@ -33,7 +33,7 @@ ARCHITECTURES = "HAL_CUDA_ARCH"
 MINIMUM = (12, 2)
 """CUDA that NCCL asks for to compile its device API."""
 _OTHER_TOOLKIT = "set CUDA_HOME to a toolkit that fits, for example CUDA 12.8, or update the driver"
-FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", "-Werror", "all-warnings")
+FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-Wall,-Wextra")
 EMULATED = "libhal_cuda_emulated.so"
 _LIBRARY = "libhal_cuda.so"
 
