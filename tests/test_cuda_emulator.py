@@ -29,6 +29,7 @@ from hal_cuda.probe import probe_emulator
 
 import hal
 from hal import reference
+from hal.cli import main
 from hal.errors import ContractError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,3 +173,9 @@ def test_halves_of_a_combine_by_push_know_where_own_rows_came_from(monkeypatch: 
     for seed in range(12):
         with emulator(seed):
             hal.spawn(ranks, body, backend="cuda", transport="gin_emulated", timeout=5.0)
+
+
+def test_the_demo_runs_on_emulated_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["backend=cuda", "transport=gin_emulated", "ranks=2", "workload.tokens=24", "workload.hidden=32"]
+    assert main(["demo", *settings, "timeout=60"]) == 0
+    assert "backend cuda, transport gin_emulated" in capsys.readouterr().out
