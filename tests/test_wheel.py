@@ -39,6 +39,8 @@ for sources in (build.sources(), software_nic.sources()):
                 name = line.split('"')[1]
                 here = [folder / name for folder in (file.parent, build.sources() / "include")]
                 assert any(path.is_file() for path in here), (file, line)
+with hal.connect(backend="cuda", transport="gin_emulated") as comm:
+    assert comm.expert_parallel(num_experts=2, top_k=1, hidden=16, max_tokens=4, dtype="float32").buffer_bytes
 print("ok")
 """
 
@@ -79,6 +81,8 @@ def test_the_wheel_holds_configs_types_plug_in_and_headers(wheel: Path) -> None:
     assert {path.parent.name for path in compiled_later} == {"src", "include", "software_nic"}
     assert not {f"hal_cuda/kernels/{path.relative_to(kernels)}" for path in compiled_later} - names
     assert any(name.startswith("hal_host/_engine.") for name in names)
+    assert "hal_cuda/lib/libhal_cuda_emulated.so" in names
+    assert {f"hal_cuda/kernels/include/{name}" for name in ("hal_cuda.h", "machine.cuh")} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {
         "hal", "hal_host", "hal_cuda", "hal_ascend", "hydra_plugins", next(n for n in names if "dist-info" in n).split("/")[0]
