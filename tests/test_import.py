@@ -61,4 +61,8 @@ def test_dir_and_unknown_names():
     assert set(hal.__all__) <= set(dir(hal))
     with pytest.raises(AttributeError, match=r"no attribute 'conect'; it has .*connect"):
         hal.conect  # noqa: B018
+
+
+def test_torchs_part_is_found_by_name():
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'moe-hal[torch]'")
     assert importlib.import_module("hal.torch") is hal.torch
