@@ -510,7 +510,9 @@ class CudaEngine:
     def _allocate_scratch(self) -> int:
         """Where a launch's blocks tell one another what they found in the ids."""
         spec, session = self._spec, self._session
-        words = session.world_size * -(-spec.max_tokens // 32) + session.properties.sms * spec.num_experts
+        groups = -(-spec.max_tokens // 32)
+        counted = groups if spec.layout == "expert" else session.properties.sms
+        words = session.world_size * groups + counted * spec.num_experts
         return int(self.library.value("malloc", c_uint64, session.device, 4 * words, 0))
 
     def _description(self) -> Any:

@@ -144,6 +144,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "emulator_mutate": (c_int,),
     "emulator_configure": (c_uint64, c_int),
     "emulator_limit": (c_double,),
+    "emulator_count_loads": (c_uint64, c_uint64, POINTER(c_uint64)),
     "comm_adopt": (c_void_p, c_int, POINTER(c_void_p)),
     "comm_properties": (c_void_p, c_void_p),
     "comm_destroy": (c_void_p, c_int),

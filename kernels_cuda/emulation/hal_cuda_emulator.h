@@ -21,6 +21,8 @@ int hal_cuda_emulator_mutate(int defect);
 int hal_cuda_emulator_configure(uint64_t seed, int adversary);
 /* Seconds after which a block that only looks at memory ends its launch. */
 int hal_cuda_emulator_limit(double seconds);
+/* Counts the kernels' loads of [begin, begin + bytes) from now on; of what was watched before, *loads gets the number. */
+int hal_cuda_emulator_count_loads(uint64_t begin, uint64_t bytes, uint64_t* loads);
 
 #ifdef __cplusplus
 }

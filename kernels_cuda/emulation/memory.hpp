@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a kernel's accesses of memory do. Windows are told by their addresses; other memory is accessed at once.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
@@ -25,10 +26,22 @@ void write(T* p, T value) {
         std::memcpy(p, &value, sizeof value);
 }
 
+// Loads of a range of addresses, counted for tests of how often a kernel reads its input.
+struct CountedLoads {
+    std::atomic<std::uintptr_t> begin{0}, bytes{0};
+    std::atomic<std::uint64_t> loads{0};
+    void note(const void* p) {
+        const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(p) - begin.load(std::memory_order_relaxed);
+        if (offset < bytes.load(std::memory_order_relaxed)) loads.fetch_add(1, std::memory_order_relaxed);
+    }
+};
+inline CountedLoads counted_loads;
+
 // A plain load.
 template <class T>
 T load(const T* p) {
     Block& block = *running->block;
+    counted_loads.note(p);
     block.check(p, sizeof(T));
     T value = read(p);
     block.see(*running, p, &value, sizeof value);

@@ -63,6 +63,13 @@ int hal_cuda_emulator_configure(std::uint64_t seed, int adversary) {
     return 0;
 }
 
+int hal_cuda_emulator_count_loads(std::uint64_t begin, std::uint64_t bytes, std::uint64_t* loads) {
+    CountedLoads& counted = counted_loads;
+    counted.bytes = 0;
+    *loads = counted.loads.exchange(0);
+    counted.begin = begin, counted.bytes = bytes;
+    return 0;
+}
 int hal_cuda_emulator_limit(double seconds) {
     options().limit_seconds = seconds;
     return 0;

@@ -46,7 +46,7 @@ struct Clearing {
         : padding{ep, a, plan, kExpert, rows}, segments(padding.segments()), units(0), first(rows) {
         if (!moved) return;
         if (segments == 1) {
-            units = static_cast<int>(padding.length(0));
+            units = static_cast<int>(padding.length(0)), first = padding.first(0);
             return;
         }
         __syncthreads();  // the scratch words are free from here on
