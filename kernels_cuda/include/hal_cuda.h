@@ -28,6 +28,8 @@ enum {
     HAL_CUDA_STAGE_DONE,           /* combine: the peer has read this rank's rows */
     HAL_CUDA_STAGE_WAIT,           /* Session.wait */
     HAL_CUDA_STAGE_BARRIER,        /* Session.barrier */
+    HAL_CUDA_STAGE_SOURCE,         /* quiet("source"): the network has read what this rank put */
+    HAL_CUDA_STAGE_REMOTE,         /* quiet("remote"): the peer has what this rank put */
 };
 enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.detail of BAD_INPUT */
 
@@ -58,6 +60,19 @@ typedef struct hal_cuda_ep {
     uint32_t owner_inverse; /* (2^32 - 1) / local_experts + 1 */
     int32_t keep_source;    /* dispatch keeps where each row came from: needed by a combine that pushes */
 } hal_cuda_ep;
+
+/* GIN as kernels see it (kernels_cuda/src/gin.cuh): what leads to ranks outside this rank's NVLink domain. */
+typedef struct hal_cuda_gin {
+    uint64_t comm;               /* device address of NCCL's device communicator; 0 = no GIN here */
+    uint64_t window;             /* ncclWindow_t of HAL's own words, hal_cuda_gin_bytes() of them */
+    uint64_t words;              /* where they are on this rank */
+    uint64_t peers, peer_stride; /* the same of lsa_rank 0 of this NVLink domain; lsa_rank i's are i * peer_stride on */
+    uint64_t state; /* this rank's counters, device memory, hal_cuda_gin_state_bytes(), zeroed at the start */
+    int32_t world, rank, lsa_size, lsa_rank; /* rank r is in the NVLink domain r / lsa_size */
+    int32_t queues, signals;                 /* contexts; indexed signals of each */
+    int32_t strong;                          /* the transport has strong signals (profile gin); else gin-weak */
+    int32_t rail;                            /* only ranks with this rank's lsa_rank can be reached */
+} hal_cuda_gin;
 
 enum { HAL_CUDA_SEND = 1, HAL_CUDA_RECV = 2 };
 

@@ -88,11 +88,18 @@ __device__ inline void report(const hal_cuda_ep& ep, const hal_cuda_error& what,
     __threadfence_system();
 }
 
+// Whom a wait is for: a rank, or a question answered when the time is up.
+__device__ __forceinline__ int awaited(int rank) { return rank; }
+template <class Who>
+__device__ __forceinline__ int awaited(Who who) {
+    return who();
+}
+
 // Polls `load` until `ok`; false after ep.timeout_ns, or when another block has failed. The clock is read once for many
 // polls: reading it costs more than a poll.
-template <class Load, class Ok>
-__device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok ok, int stage, int rank,
-                                           std::uint64_t expected) {
+template <class Load, class Ok, class Rank>
+__device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok ok, int stage, Rank rank,
+                                           std::uint64_t expected, int queue = 0) {
     auto value = load();
     if (ok(value)) return true;
     const std::uint64_t start = nanoseconds();
@@ -110,10 +117,11 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
         // A rank that closed had done all it was asked to before: only who waits for it waits in vain.
         const int who = static_cast<int>(static_cast<std::uint32_t>(abort)) - 2;
         const bool closed = abort >> 32 != 0;
-        if (closed && who != rank) abort = 0;
+        if (closed && who != awaited(rank)) abort = 0;
         if (abort == 0 && nanoseconds() - start <= ep.timeout_ns) continue;
         hal_cuda_error what{};
-        what.kind = HAL_CUDA_TIMEOUT, what.rank = abort != 0 ? who : rank, what.stage = stage;
+        what.kind = HAL_CUDA_TIMEOUT, what.rank = abort != 0 ? who : awaited(rank), what.stage = stage,
+        what.queue = queue;
         what.detail = abort == 0 ? 0 : closed ? 2 : 1;
         what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
         report(ep, what, true);
