@@ -8,7 +8,7 @@ ones register exactly as a stranger's would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +28,16 @@ class Probe:
     fix: str = ""
 
 
+class HostPlan(Protocol):
+    """Ranks of one machine laid out as several make-believe hosts; see :func:`hal.hosts.arrange`."""
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """What ``rank`` needs in its environment before it starts."""
+
+    def describe(self) -> str:
+        """What goes where, every variable that is set, and why; lines for the person who started the run."""
+
+
 @dataclass(frozen=True)
 class BackendSpec:
     """A backend by name. ``probe`` is cheap; ``load`` imports the rest and returns a :class:`Backend`."""
@@ -37,6 +47,9 @@ class BackendSpec:
     load: Callable[[], Backend]
     default_transport: str
     description: str = ""
+    plan_hosts: Callable[[int, int, str | None], HostPlan | None] | None = None
+    """Called with hosts (2 at least), ranks (a multiple) and the transport that was asked for, before ranks start; raises
+    ContractError or BackendUnavailable with the fix. None, and a plan of None: ``topology.nodes`` is all it takes."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ class Run:
     launcher: str = "single process"
     nodes: int | None = None
     """Emulated nodes, if the launcher says."""
+    backend: str | None = None
+    """What :func:`hal.connect` uses when it is told no backend, if the launcher says; ``transport`` goes with it."""
+    transport: str | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -57,6 +60,8 @@ def current_run(environ: Mapping[str, str] = os.environ) -> Run:
             environ.get("HAL_TOKEN", ""),
             "hal run",
             _integer(environ, "HAL_NODES") if "HAL_NODES" in environ else None,
+            environ.get("HAL_BACKEND"),
+            environ.get("HAL_TRANSPORT"),
         )
         if run.world_size > 1 and not run.token:
             raise ContractError("HAL_RANK is set but HAL_TOKEN is not; start ranks with `hal run -n N script.py`")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hal.arrays import Buffer, as_buffer, as_numpy
 from hal.bootstrap import Bootstrap, Run, current_run
-from hal.config import ExpertParallelSpec, HalConfig, Settings, TopologyConfig, connection_config
+from hal.config import ExpertParallelSpec, HalConfig, Settings, TopologyConfig, check_layout, connection_config
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal.ordering import Order, QuietScope, SignalOp
 from hal.registry import get_backend
@@ -37,15 +37,18 @@ def connect(
     """Join the run that started this process, and return its communicator; a process on its own is a run of one rank.
 
     ``cfg`` is a :class:`~hal.config.HalConfig`, what :func:`hal.load_config` gives, or a mapping with HalConfig's
-    fields (an OmegaConf config too, composed groups included); ``settings`` are fields that override it. ``run`` states
-    this rank's place where no launcher's variables do. Collective: every rank calls it with equal settings.
+    fields (an OmegaConf config too, composed groups included); ``settings`` are fields that override it. Told no backend,
+    ranks of ``hal run --backend NAME`` use that one. ``run`` states this rank's place where no launcher's variables do.
+    Collective: every rank calls it with equal settings.
 
     Raises ContractError for settings that make no sense or differ between ranks, BackendUnavailable with the reason and
     the fix, PeerTimeout that lists the ranks that did not come.
     """
+    place = run or current_run()
+    if cfg is None and place.backend is not None and not {"backend", "transport"} & settings.keys():
+        settings |= {"backend": place.backend, "transport": place.transport}
     config = _config(cfg, settings)
     backend_spec = get_backend(config.backend, config.transport)
-    place = run or current_run()
     if place.nodes is not None and config.topology == TopologyConfig():
         config = replace(config, topology=TopologyConfig(place.nodes))
     bootstrap = Bootstrap(place, config.timeout)
@@ -375,8 +378,4 @@ def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_topology(config: HalConfig, world_size: int) -> None:
-    nodes = config.topology.nodes
-    if world_size % nodes:
-        raise ContractError(
-            f"{world_size} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of {world_size}"
-        )
+    check_layout(world_size, config.topology.nodes)

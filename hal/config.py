@@ -50,9 +50,21 @@ def _one_of(config: Any, name: str, known: tuple[str, ...]) -> None:
         raise ContractError(f"{type(config).__name__}.{name} is {value!r}; choose one of: {', '.join(known)}")
 
 
+def check_layout(ranks: int, nodes: int) -> None:
+    """Refuse ranks that cannot be laid out as ``nodes`` equal groups, with the choices there are."""
+    if ranks < 1 or nodes < 1:
+        raise ContractError(f"{ranks} ranks cannot be laid out on {nodes} equal nodes; at least 1 of each is needed")
+    if ranks % nodes:
+        choices = ", ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
+        raise ContractError(
+            f"{ranks} ranks cannot be laid out on {nodes} equal nodes; nodes (--hosts) may be {choices}"
+        )
+
+
 @dataclass(frozen=True)
 class TopologyConfig:
-    """How ranks are laid out: ``nodes`` equal groups of consecutive ranks. A node is one scale-up (LSA) domain."""
+    """How ranks are laid out: ``nodes`` equal groups of consecutive ranks. A node is one scale-up (LSA) domain: a host,
+    and what the commands' ``--hosts`` sets."""
 
     nodes: int = 1
 

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 from hal.bootstrap import Run
 from hal.communicator import Communicator, connect
-from hal.config import HalConfig
+from hal.config import HalConfig, check_layout
 from hal.errors import ContractError, PeerTimeout
 
 GRACE_SECONDS = 3.0
@@ -52,23 +52,23 @@ def run(
     argv: Sequence[str],
     *,
     nodes: int = 1,
+    environment: Callable[[int], Mapping[str, str]] | None = None,
     timeout: float | None = None,
     prefix: bool = True,
     output: IO[bytes] | None = None,
 ) -> int:
     """Start ``argv`` as ``n`` ranks on this machine and wait for them; ``hal run -n N script.py``.
 
-    With ``prefix`` every line of output starts with ``[rank r]``. SIGINT and SIGTERM are forwarded. When one rank
-    fails, the others get a grace to report it, then are ended; none outlives this process, whatever way that ends.
-    ``timeout`` (seconds) bounds the whole run. Returns 0, or the first failure's exit status (128 + signal number; 124
-    at the time limit).
+    ``environment(rank)`` is what a rank gets beside this process's variables. With ``prefix`` every line of output starts
+    with ``[rank r]``. SIGINT and SIGTERM are forwarded. When one rank fails, the others get a grace to report it, then are
+    ended; none outlives this process, whatever way that ends. ``timeout`` (seconds) bounds the whole run. Returns 0, or the
+    first failure's exit status (128 + signal number; 124 at the time limit).
     """
-    if n < 1 or nodes < 1 or n % nodes:
-        raise ContractError(f"cannot lay out {n} ranks on {nodes} equal nodes")
+    check_layout(n, nodes)
     if not argv:
         raise ContractError("nothing to run: give a command")
     with _Ranks(output or sys.stdout.buffer) as ranks:
-        ranks.start(n, list(argv), nodes, prefix)
+        ranks.start(n, list(argv), nodes, environment or (lambda rank: {}), prefix)
         return ranks.wait(timeout)
 
 
@@ -106,13 +106,15 @@ class _Ranks:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def start(self, n: int, argv: list[str], nodes: int, prefix: bool) -> None:
+    def start(
+        self, n: int, argv: list[str], nodes: int, environment: Callable[[int], Mapping[str, str]], prefix: bool
+    ) -> None:
         shared = {"HAL_WORLD_SIZE": str(n), "HAL_NODES": str(nodes), "HAL_TOKEN": secrets.token_hex(32)}
         leash = [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER, str(os.getpid())]
         for rank in range(n):
             process = subprocess.Popen(
                 [*leash, *argv],
-                env={**os.environ, **shared, "HAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **environment(rank), **shared, "HAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if prefix else None,
                 stderr=subprocess.STDOUT if prefix else None,

@@ -70,7 +70,16 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["demo", "--routing", "/nonexistent.npz"], ["/nonexistent.npz"]),
         (["demo", "--layers", "0"], ["--layers is 0"]),
         (["run", "-n", "2"], ["say what to run"]),
-        (["run", "-n", "3", "--nodes", "2", "x.py"], ["3 ranks", "2 equal nodes"]),
+        (["run", "-n", "3", "--hosts", "2", "x.py"], ["3 ranks", "2 equal nodes", "1, 3"]),
+        (["run", "-n", "0", "--hosts", "1", "x.py"], ["0 ranks", "at least 1"]),
+        (["run", "-n", "2", "--transport", "shm", "x.py"], ["--transport shm", "--backend"]),
+        (["run", "-n", "2", "--backend", "cudda", "--hosts", "2", "true"], ["cudda", "cuda"]),
+        (["run", "-n", "2", "--backend", "ascend", "--transport", "shm", "true"], ["shm", "ascend"]),
+        (["demo", "--hosts", "3"], ["4 ranks", "3 equal nodes", "1, 2, 4"]),
+        (["demo", "--hosts", "2", "topology.nodes=4"], ["--hosts 2", "topology.nodes=4", "one of them"]),
+        (["bench", "put", "--hosts", "2", "topology=four_nodes"], ["--hosts 2", "topology=four_nodes"]),
+        (["size", "-n", "2", "ranks=4"], ["-n 2", "ranks=4"]),
+        (["bench", "put", "-n", "3", "--hosts", "2"], ["3 ranks", "2 equal nodes"]),
         (["run", "-n", "2", "nonexistent.py"], ["no such script: nonexistent.py"]),
         (["run", "-n", "2", "nonexistent-program"], ["no such program: nonexistent-program"]),
         (["run", "script.py"], ["-n/--ranks"]),
@@ -229,7 +238,7 @@ def test_run_starts_ranks_and_passes_arguments(tmp_path: Path) -> None:
         "import sys, hal\nwith hal.connect() as comm:\n"
         "    print(comm.rank, comm.world_size, comm.team('lsa').size, sys.argv[1:], flush=True)\n    comm.barrier()\n"
     )
-    lines = sorted(ok("run", "-n", "2", "--nodes", "2", "script.py", "--flag", "word", cwd=tmp_path).splitlines())
+    lines = sorted(ok("run", "-n", "2", "--hosts", "2", "script.py", "--flag", "word", cwd=tmp_path).splitlines())
     assert lines == [f"[rank {rank}] {rank} 2 1 ['--flag', 'word']" for rank in range(2)]
 
 

@@ -356,5 +356,5 @@ def test_output_is_passed_on_whole(run_ranks):
 
 @pytest.mark.parametrize(("n", "nodes"), [(0, 1), (3, 2), (2, 0)])
 def test_a_layout_that_makes_no_sense_is_refused(n, nodes):
-    with pytest.raises(ContractError, match=f"cannot lay out {n} ranks on {nodes} equal nodes"):
+    with pytest.raises(ContractError, match=f"{n} ranks cannot be laid out on {nodes} equal nodes"):
         launch.run(n, ["true"], nodes=nodes)

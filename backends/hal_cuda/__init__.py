@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hal.backend import Backend, BackendSpec
+from hal.backend import Backend, BackendSpec, HostPlan
 from hal_cuda.probe import probe
 
 
@@ -13,4 +13,15 @@ def _load() -> Backend:
     return CudaBackend()
 
 
-SPEC = BackendSpec("cuda", probe, _load, "lsa", "NVIDIA GPUs of one NVLink domain, through NCCL's device API")
+def _plan_hosts(hosts: int, ranks: int, transport: str | None) -> HostPlan | None:
+    """Over transport lsa, nodes are of the schedule's arithmetic alone, within one NVLink domain (docs/cuda.md)."""
+    if transport == "lsa":
+        return None
+    from hal_cuda.software_nic import plan
+
+    return plan(hosts, ranks)
+
+
+SPEC = BackendSpec(
+    "cuda", probe, _load, "lsa", "NVIDIA GPUs of one NVLink domain, through NCCL's device API", plan_hosts=_plan_hosts
+)

@@ -40,6 +40,27 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help shows what there is)\n")
 
 
+def add_layout(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """How many ranks on how many hosts; one pair of options for every command that starts or sizes ranks."""
+    parser.add_argument("-n", "--ranks", type=int, required=required, metavar="N", help="ranks on this machine (ranks=N)")
+    parser.add_argument(
+        "--hosts", "--nodes", type=int, metavar="H", help="lay them out as H equal hosts (topology.nodes=H; default 1)"
+    )
+
+
+def layout_overrides(args: argparse.Namespace) -> list[str]:
+    """The overrides, with ``-n`` and ``--hosts`` as the settings that they stand for."""
+    words = list(args.overrides)
+    for option, value, setting in (("-n", args.ranks, "ranks"), ("--hosts", args.hosts, "topology.nodes")):
+        group = setting.partition(".")[0]
+        same = [word for word in words if word.lstrip("+").partition("=")[0] in (setting, group)]
+        if value is not None and same:
+            raise ContractError(f"{option} {value} and {same[0]} say the same thing; give one of them")
+        if value is not None:
+            words.append(f"{setting}={value}")
+    return words
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """The trailing ``key=value`` arguments."""
     parser.add_argument(

@@ -4,7 +4,7 @@
   hal bench dispatch workload=v3_decode
   hal bench combine --sizes 1,16,128 layout=expert
   hal bench dispatch -m workload=small,skewed topology.nodes=1,2 --json results.json
-  hal bench put --sizes 8,4096,1048576 ranks=2
+  hal bench put --sizes 8,4096,1048576 -n 4 --hosts 2
   hal bench completion backend=ascend transport=udma_emulated
 
 The table follows nccl-tests. An iteration starts at a barrier and takes as long as its slowest rank; minimum, median and
@@ -23,11 +23,12 @@ from typing import Any
 
 from hal import report
 from hal.bench.sample import Plan, Row, Sample, combined
-from hal.cli import add_overrides
+from hal.cli import add_layout, add_overrides, layout_overrides
 from hal.cli.ranks import run_ranks
 from hal.compose import load_config, load_sweep
 from hal.config import Settings
 from hal.errors import ContractError
+from hal.hosts import Hosts, arranged
 from hal.versions import versions
 
 _FUNCTIONS = {
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=5, help="iterations before them (default 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows, settings and versions")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and bandwidth (needs matplotlib)")
+    add_layout(parser)
     add_overrides(parser)
 
 
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     for file in (args.json, args.plot):
         if file is not None and not file.parent.is_dir():
             raise ContractError(f"cannot write {file}: {file.parent} is not a folder")
+    args.overrides = layout_overrides(args)
     if args.operation == "completion":
         from hal.bench.completion import run as compare
 
@@ -95,8 +98,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace, chosen: list[str], settings: Settings) -> tuple[list[str], Settings, list[Row]]:
     plan = Plan(args.operation, _sizes(args, settings), args.warmup, args.iterations, sys.stderr.isatty())
-    print(_header(plan, chosen, settings), flush=True)
-    samples: list[list[Sample]] = run_ranks(settings, _FUNCTIONS[args.operation], plan)
+    hosts = arranged(settings)
+    print(_header(plan, chosen, settings, hosts), flush=True)
+    samples: list[list[Sample]] = run_ranks(settings, _FUNCTIONS[args.operation], plan, hosts)
     rows = [combined(of_one_size) for of_one_size in zip(*samples, strict=True)]
     print(_table(plan, rows), flush=True)
     return chosen, settings, rows
@@ -124,7 +128,7 @@ def _sizes(args: argparse.Namespace, settings: Settings) -> tuple[int, ...]:
     return sizes
 
 
-def _header(plan: Plan, chosen: Sequence[str], settings: Settings) -> str:
+def _header(plan: Plan, chosen: Sequence[str], settings: Settings, hosts: Hosts) -> str:
     work, link = settings.workload, settings.connection
     lines = [
         f"hal bench {plan.operation} {' '.join(chosen)}".rstrip(),
@@ -137,7 +141,7 @@ def _header(plan: Plan, chosen: Sequence[str], settings: Settings) -> str:
             f"{work.combined_dtype} combined, skew {work.skew:g}, layout {settings.layout}, schedule "
             f"{settings.schedule.name}, completion {settings.completion.name}"
         )
-    return "\n".join(f"# {line}" for line in (*lines, *_COUNTED[plan.operation].splitlines()))
+    return "\n".join(f"# {line}" for line in (*lines, *hosts.describe(), *_COUNTED[plan.operation].splitlines()))
 
 
 def _table(plan: Plan, rows: Sequence[Row]) -> str:

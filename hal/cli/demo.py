@@ -6,7 +6,7 @@ them, the experts compute, combine sums their answers at home. Every rank's resu
 bit for bit, and lie as close to the plain float64 sum as the roundings in between allow.
 
   hal demo                                            four ranks, the licence text
-  hal demo --text README.md topology.nodes=2 schedule=hierarchical
+  hal demo --text README.md --hosts 2 -n 4 schedule=hierarchical
   hal demo layout=expert workload=v3_decode ranks=2
   hal demo --routing saved.npz workload.num_experts=64
 """
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from hal import report
 from hal.arrays import NUMPY_DTYPES
-from hal.cli import add_overrides
+from hal.cli import add_layout, add_overrides, layout_overrides
 from hal.cli.ranks import run_ranks
 from hal.compose import load_config
 from hal.config import Settings
@@ -35,6 +35,7 @@ from hal.demo.model import Model
 from hal.demo.rank import Job, LayerResult
 from hal.demo.text import read_routing, read_text, tokenize
 from hal.errors import ContractError
+from hal.hosts import arranged
 from hal.traffic import row_matrix
 
 _HEADER = (
@@ -56,17 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing", type=Path, metavar="FILE", help="saved routing .npz: topk_idx [N, k], topk_weights [N, k]"
     )
     parser.add_argument("--layers", type=int, default=3, help="layers in the stack (default 3)")
+    add_layout(parser)
     add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = load_config(args.overrides)
+    settings = load_config(layout_overrides(args))
     if args.layers < 1:
         raise ContractError(f"--layers is {args.layers}; it must be at least 1")
     source, words, settings, job = _prepare(args, settings)
-    print(_headline(source, settings, job))
+    hosts = arranged(settings)
+    print("\n".join([_headline(source, settings, job), *hosts.describe()]), flush=True)
     started = time.perf_counter()
-    ranks: list[list[LayerResult]] = run_ranks(settings, "hal.demo.rank:run_rank", job)
+    ranks: list[list[LayerResult]] = run_ranks(settings, "hal.demo.rank:run_rank", job, hosts)
     elapsed = time.perf_counter() - started
     rows, wrong = _judge(settings, job, words, ranks)
     print(report.table(_HEADER, rows, left=0))

@@ -18,22 +18,25 @@ from typing import Any
 
 from hal.config import Settings
 from hal.errors import BackendUnavailable, CapacityError, ContractError, HalError, PeerTimeout
+from hal.hosts import Hosts, arranged
 
 _WORK = "work.pkl"
 
 
-def run_ranks(settings: Settings, function: str, payload: object) -> list[Any]:
+def run_ranks(settings: Settings, function: str, payload: object, hosts: Hosts | None = None) -> list[Any]:
     """``function`` (``module:name``) as ``name(comm, settings, payload)`` on ``settings.ranks`` ranks; results by rank.
+    ``hosts``: their layout, when the caller has shown it already.
 
     Raises ContractError when a rank refused what the user asked for, HalError when one failed otherwise.
     """
     from hal.launch import run as launch
 
+    hosts = arranged(settings) if hosts is None else hosts
     with tempfile.TemporaryDirectory(prefix="hal-") as name:
         folder = Path(name)
         (folder / _WORK).write_bytes(pickle.dumps((settings, function, payload)))
         argv = [sys.executable, "-m", "hal.cli.ranks", name]
-        status = launch(settings.ranks, argv, nodes=settings.topology.nodes)
+        status = launch(hosts.ranks, argv, nodes=hosts.hosts, environment=hosts.environment)
         _raise_failure(folder, status)
         return [pickle.loads((folder / f"result-{rank}.pkl").read_bytes()) for rank in range(settings.ranks)]
 

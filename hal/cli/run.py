@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start N ranks of a program on this machine: hal run -n 4 script.py arguments…
+"""Start N ranks of a program on this machine: hal run -n 4 [--hosts 2] [--backend cuda] script.py arguments…
 
 Each rank is a process with the variables that hal.connect() reads. A word that ends in .py runs under this Python;
-anything else is run as a program. The exit status is that of the first rank that failed.
+anything else is run as a program. The exit status is that of the first rank that failed. --backend is what
+hal.connect() uses when the program names none; with --hosts it also prepares what that backend needs to take one machine
+for several hosts (backend cuda: NCCL's software NIC), and says what it set.
 """
 
 from __future__ import annotations
@@ -12,22 +14,26 @@ import shutil
 import sys
 from pathlib import Path
 
+from hal.cli import add_layout
+from hal.config import check_layout
 from hal.errors import ContractError
+from hal.hosts import arrange
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=int, required=True, help="ranks to start")
-    parser.add_argument("--nodes", type=int, default=1, help="lay the ranks out as this many hosts (default 1)")
+    add_layout(parser, required=True)
+    parser.add_argument("--backend", metavar="NAME", help="for hal.connect() without one, and for --hosts")
+    parser.add_argument("--transport", metavar="NAME", help="with --backend: this transport of it")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py or a program, and its arguments")
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.program:
         raise ContractError("say what to run: hal run -n 4 script.py")
-    if args.ranks < 1 or args.nodes < 1 or args.ranks % args.nodes:
-        raise ContractError(
-            f"{args.ranks} ranks cannot be laid out as {args.nodes} equal nodes; --nodes must divide -n"
-        )
+    if args.transport is not None and args.backend is None:
+        raise ContractError(f"--transport {args.transport} needs the backend that it serves; add --backend NAME")
+    hosts = 1 if args.hosts is None else args.hosts
+    check_layout(args.ranks, hosts)
     program = Path(args.program[0])
     if program.suffix == ".py":
         if not program.is_file():
@@ -39,4 +45,7 @@ def run(args: argparse.Namespace) -> int:
         argv = args.program
     from hal.launch import run as launch
 
-    return launch(args.ranks, argv, nodes=args.nodes)
+    layout = arrange(hosts, args.ranks, args.backend, args.transport)
+    for line in layout.describe():
+        print(f"# {line}", file=sys.stderr)
+    return launch(args.ranks, argv, nodes=hosts, environment=layout.environment)

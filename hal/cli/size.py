@@ -3,7 +3,7 @@
 
 hal size workload=v3_decode ranks=8
 hal size workload=v3_prefill backend=cuda ranks=8
-hal size workload=v3_prefill ranks=16 topology.nodes=2 schedule=hierarchical layout=expert
+hal size workload=v3_prefill --hosts 2 -n 16 schedule=hierarchical layout=expert
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from dataclasses import asdict
 
 from hal import report
 from hal.arrays import ITEMSIZE
-from hal.cli import add_overrides
+from hal.cli import add_layout, add_overrides, layout_overrides
 from hal.compose import load_config
-from hal.config import Settings
-from hal.errors import ContractError
+from hal.config import Settings, check_layout
 from hal.sizing import buffer_parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON: total, parts")
+    add_layout(parser)
     add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = load_config(args.overrides)
+    settings = load_config(layout_overrides(args))
     nodes = settings.topology.nodes
-    if settings.ranks % nodes:
-        raise ContractError(
-            f"{settings.ranks} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of ranks"
-        )
+    check_layout(settings.ranks, nodes)
     parts = buffer_parts(settings.expert_parallel, settings.ranks, nodes, settings.backend.name)
     total = sum(part.nbytes for part in parts)
     if args.json:
