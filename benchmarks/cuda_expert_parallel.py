@@ -42,9 +42,14 @@ def main() -> int:
         run_rank(options)
         return 0
     from hal import launch
+    from hal.hosts import arrange
 
-    command = [sys.executable, *sys.argv, "--ranks", str(options.ranks or default_ranks())]
-    return launch.run(options.ranks or default_ranks(), command, prefix=False, timeout=options.limit)
+    ranks = options.ranks or default_ranks()
+    layout = arrange(options.hosts, ranks, "cuda", options.transport or None)
+    print("\n".join(f"# {line}" for line in layout.describe()), flush=True)
+    command = [sys.executable, *sys.argv, "--ranks", str(ranks)]
+    options_of_ranks = {"nodes": options.hosts, "environment": layout.environment, "prefix": False}
+    return launch.run(ranks, command, timeout=options.limit, **options_of_ranks)
 
 
 def arguments() -> argparse.Namespace:
@@ -67,15 +72,6 @@ def default_ranks() -> int:
     from hal_cuda.probe import gpus
 
     return max(gpus(), 1)
-
-
-def place_on_host(options: argparse.Namespace) -> None:
-    """Before CUDA and NCCL are loaded: this rank's make-believe host, and the software NIC."""
-    if options.hosts > 1 and options.transport != EMULATED:
-        from hal_cuda import software_nic
-
-        plan = software_nic.plan(options.hosts, options.ranks)
-        os.environ.update(plan.environment(int(os.environ["HAL_RANK"])))
 
 
 class Bench:
@@ -478,7 +474,6 @@ PARTS = {
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    place_on_host(options)
     bench = Bench(options)
     for part in options.part.split(","):
         PARTS[part](bench)

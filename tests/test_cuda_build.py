@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hal_cuda import SPEC, build, nccl
 from hal_cuda.layout import layout, payload_bytes
-from hal_cuda.native import CombineArgs, DispatchArgs, Ep, Error, Op
+from hal_cuda.native import CombineArgs, DispatchArgs, Ep, Error, Litmus, LitmusOp, Op
 from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate, fraction_sent, tuning
 from hal_cuda.slots import Slots
 
@@ -41,6 +41,7 @@ def test_every_source_compiles(tmp_path):
 def test_structures_are_those_of_the_header(tmp_path):
     """Sizes as a C compiler sees them."""
     names = {"ep": Ep, "dispatch_args": DispatchArgs, "combine_args": CombineArgs, "error": Error, "op": Op}
+    names |= {"litmus_op": LitmusOp, "litmus": Litmus}
     text = '#include "hal_cuda.h"\n#include <stdio.h>\nint main(void) {\n'
     text += "".join(f'printf("%zu\\n", sizeof(hal_cuda_{name}));\n' for name in names) + "return 0; }\n"
     (tmp_path / "sizes.c").write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_void_p
+from typing import TYPE_CHECKING
 
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
@@ -13,6 +14,9 @@ from hal.errors import BackendUnavailable, ContractError, HalError
 from hal.sizing import Part
 from hal_cuda import native
 from hal_cuda.session import CudaSession
+
+if TYPE_CHECKING:
+    from hal.checker.program import Program
 
 _UNIQUE_ID_BYTES = 128
 
@@ -45,6 +49,12 @@ class CudaBackend:
                 f"{gin(properties)}: run within one NVLink domain"
             )
         return CudaSession(library, comm, properties, config, bootstrap)
+
+    def why_not_play(self, program: Program) -> str:
+        """See :class:`hal.backend.Backend`."""
+        from hal_cuda.litmus import why_not_play
+
+        return why_not_play(program)
 
     def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
@@ -18,6 +18,9 @@ from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp, profile
 from hal_cuda import native
 from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
+
+if TYPE_CHECKING:
+    from hal.checker.program import Program
 
 _LINE = 64
 _CLOSED = 1 << 32
@@ -179,6 +182,12 @@ class CudaSession:
         except HalError:
             self._failed = True
             raise
+
+    def play(self, program: Program, repetitions: int, seed: int) -> list[dict[tuple[int, str], int]]:
+        """Collective. See :class:`hal.backend.Backend`."""
+        from hal_cuda.litmus import play
+
+        return play(self, program, repetitions, seed)
 
     # --- dispatch and combine ------------------------------------------------------------------------------------
 

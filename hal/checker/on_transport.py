@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from hal.checker import litmus
 from hal.checker.program import (
     Barrier,
+    Condition,
     Instruction,
     Place,
     Program,
@@ -21,11 +24,16 @@ from hal.checker.program import (
     Quiet,
     Read,
     Signal,
+    Term,
     Wait,
     Write,
 )  # fmt: skip
+from hal.config import BackendConfig, Settings, TopologyConfig, TransportConfig
 from hal.errors import ContractError, PeerTimeout
+from hal.hosts import arranged
+from hal.launch import spawn
 from hal.ordering import OrderingProfile
+from hal.registry import known_backend
 
 _WORD = 8
 _WAIT_SECONDS = 10.0
@@ -39,62 +47,122 @@ class TransportRun:
     """Outcome text (``1:r0=0 1:r1=1``): how often it was seen."""
     forbidden: tuple[str, ...]
     """Seen outcomes that the model of the transport's profile does not allow."""
+    bad: int | None
+    """How often the program's bad outcome was seen; None where it speaks of more than registers."""
+    allowed: bool
+    """Whether the model allows the bad outcome."""
     seconds: float
 
+    @property
+    def verdict(self) -> str:
+        """One line: what was seen against what the model says."""
+        total, may = sum(self.counts.values()), "allowed" if self.allowed else "forbidden"
+        if self.bad is None:
+            return f"bad outcome ({self.program.bad}): {may} by the model; not seen from registers"
+        return f"bad outcome ({self.program.bad}): {may} by the model, seen {self.bad} of {total} times"
 
-def unsupported(program: Program) -> str:
-    """Why a program cannot run on a real transport; empty if it can."""
-    if len({t.rank for t in program.threads}) != len(program.threads):
-        return "it has several threads in one rank, and a communicator has one thread"
+
+def unsupported(program: Program, backend: str = "host") -> str:
+    """Why a program cannot run on a backend's transports; empty if it can."""
     if program.expect.get("sc") == "A" and "deadlock" in str(program.bad):
         return "its bad outcome is a hang, which would end the communicator"
-    slots = _slots(program)
+    slots = slots_of(program)
     for thread in program.threads:
         for instruction in thread.body:
             if isinstance(instruction, Write) and instruction.dst.window in slots:
                 return f"it writes the signal slot {instruction.dst} by hand"
             if isinstance(instruction, Put) and instruction.dst.window in slots:
                 return f"it puts into the signal slot {instruction.dst}"
+    on_device: Callable[[Program], str] | None = getattr(known_backend(backend).load(), "why_not_play", None)
+    if on_device is not None:
+        return on_device(program)
+    if len({t.rank for t in program.threads}) != len(program.threads):
+        return "it has several threads in one rank, and a communicator has one thread"
     return ""
 
 
-def run(program: Program, backend: str = "host", n: int = 1000, **settings: Any) -> TransportRun:
-    """Run ``program`` ``n`` times on ranks that are threads (:func:`hal.spawn`), with random pauses between instructions.
+def run(
+    program: Program, backend: str = "host", n: int = 1000, *, hosts: int = 1, seed: int = 0, **settings: Any
+) -> TransportRun:
+    """Run ``program`` ``n`` times, with random pauses between instructions that ``seed`` chooses.
 
-    Raises :class:`ContractError` for programs that only make sense in the model.
+    A backend whose sessions play programs on their device (``Session.play``) does so in one launch; on others each
+    instruction is a call of the communicator. Ranks are threads of this process (:func:`hal.spawn`), or processes where
+    the backend needs variables of their own for several ``hosts``. Idle ranks fill the last host up.
+
+    Raises :class:`ContractError` for programs that only make sense in the model, and for layouts that make no sense.
     """
-    import hal
-
-    why = unsupported(program)
+    why = unsupported(program, backend)
     if why:
         raise ContractError(f"{program.name} cannot run on a real transport: {why}")
+    if n < 1 or hosts < 1:
+        raise ContractError(f"{n} runs on {hosts} hosts: give at least 1 of each")
     started = time.monotonic()
-    slots = _slots(program)
-    needed = max(1, n * sum(program.windows[w] for w in slots))
-    results = hal.spawn(
-        program.ranks,
-        _rank,
-        program,
-        n,
-        backend=backend,
-        queues=max(2, program.queues),
+    ranks = -(-program.ranks // hosts) * hosts
+    needed = max(1, n * sum(program.windows[w] for w in slots_of(program)))
+    full = Settings(
+        backend=BackendConfig(backend),
+        transport=TransportConfig(settings.pop("transport", None)),
+        topology=TopologyConfig(hosts),
+        ranks=ranks,
+        # One more than the program's, for what a device's player has to say to its peers besides.
+        queues=max(2, program.queues + 1),
         signal_slots=needed,
         **settings,
     )
+    layout = arranged(full)
+    results: list[tuple[list[dict[tuple[int, str], int]], OrderingProfile]]
+    if layout.plan is None:
+        results = spawn(ranks, _rank, full, (program, n, seed), config=full.connection)
+    else:
+        from hal.cli.ranks import run_ranks
+
+        results = run_ranks(full, f"{__name__}:_rank", (program, n, seed), layout)
+    return _judged(program, n, results, started)
+
+
+def _judged(program: Program, n: int, results: Sequence[Any], started: float) -> TransportRun:
     profile = results[0][1]
     counts: Counter[str] = Counter()
+    bad: int | None = 0
     for i in range(n):
         seen = {key: value for rank in results for key, value in rank[0][i].items()}
         counts[" ".join(f"{r}:{name}={seen[(r, name)]}" for r, name in program.registers)] += 1
-    allowed = {
-        " ".join(f"{r}:{name}={o[i]}" for i, (r, name) in enumerate(program.registers))
-        for o in litmus.run(program, profile).outcomes
-    }
+        held = holds(program.bad, seen)
+        bad = None if held is None or bad is None else bad + held
+    model = litmus.run(program, profile)
+    allowed = {" ".join(f"{r}:{name}={o[i]}" for i, (r, name) in enumerate(program.registers)) for o in model.outcomes}
     forbidden = tuple(sorted(set(counts) - allowed))
-    return TransportRun(program, profile, dict(counts), forbidden, time.monotonic() - started)
+    may = model.code[0] == "A" or "outcome is allowed" in model.reason
+    return TransportRun(program, profile, dict(counts), forbidden, bad, may, time.monotonic() - started)
 
 
-def _slots(program: Program) -> set[str]:
+def holds(condition: Condition, seen: Mapping[tuple[int, str], int]) -> bool | None:
+    """Whether a condition holds for these registers; None if it speaks of final memory or of a deadlock."""
+    if condition.op in ("and", "or"):
+        assert isinstance(condition.left, Condition)
+        assert isinstance(condition.right, Condition)
+        both = holds(condition.left, seen), holds(condition.right, seen)
+        if None in both:
+            return None
+        return all(both) if condition.op == "and" else any(both)
+    if condition.op == "is":
+        return None
+    values = []
+    for term in (condition.left, condition.right):
+        assert isinstance(term, Term)
+        if term.kind not in ("number", "register"):
+            return None
+        values.append(term.value if term.kind == "number" else seen[term.rank, term.name])
+    return bool(_COMPARE[condition.op](*values))
+
+
+_COMPARE = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+def slots_of(program: Program) -> set[str]:
     """Windows whose words are signalled: they become signal slots; the others are memory."""
     out = set()
     for thread in program.threads:
@@ -106,9 +174,15 @@ def _slots(program: Program) -> set[str]:
     return out
 
 
-def _rank(comm: Any, program: Program, n: int) -> tuple[list[dict[tuple[int, str], int]], OrderingProfile]:
+def _rank(
+    comm: Any, settings: Settings, work: tuple[Program, int, int]
+) -> tuple[list[dict[tuple[int, str], int]], OrderingProfile]:
+    program, n, seed = work
+    play = getattr(comm._session, "play", None)
+    if play is not None:
+        return play(program, n, seed), comm.profile
     window = comm.window(max(1, n * program.words) * _WORD)
-    runner = _Runner(comm, program, window)
+    runner = _Runner(comm, program, window, seed)
     out = []
     for i in range(n):
         comm.barrier(complete=False)
@@ -122,11 +196,11 @@ def _rank(comm: Any, program: Program, n: int) -> tuple[list[dict[tuple[int, str
 class _Runner:
     """One rank's part. Every iteration has its own words and slots, so nothing is reset."""
 
-    def __init__(self, comm: Any, program: Program, window: Any) -> None:
+    def __init__(self, comm: Any, program: Program, window: Any, seed: int) -> None:
         self.comm, self.program, self.window = comm, program, window
         self.words = window.array.view(np.uint64)
-        self.slots = sorted(_slots(program))
-        self.random = random.Random(comm.rank)
+        self.slots = sorted(slots_of(program))
+        self.random = random.Random((seed << 8) + comm.rank)
         self.body = next((t.body for t in program.threads if t.rank == comm.rank), ())
         self.sources: list[Any] = []
 
