@@ -7,7 +7,7 @@ import operator
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ from hal.ordering import OrderingProfile
 from hal.registry import known_backend
 
 _WORD = 8
+_TOGETHER = 12
+"""Programs that share a communicator."""
 _WAIT_SECONDS = 10.0
 
 
@@ -81,52 +83,81 @@ def unsupported(program: Program, backend: str = "host") -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class NotRun:
+    """A program that this backend or transport cannot run, and why."""
+
+    program: Program
+    why: str
+
+
 def run(
     program: Program, backend: str = "host", n: int = 1000, *, hosts: int = 1, seed: int = 0, **settings: Any
 ) -> TransportRun:
-    """Run ``program`` ``n`` times, with random pauses between instructions that ``seed`` chooses.
+    """:func:`run_all` of one program. Raises :class:`ContractError` when it only makes sense in the model."""
+    (result,) = run_all([program], backend, n, hosts=hosts, seed=seed, **settings)
+    if isinstance(result, NotRun):
+        raise ContractError(f"{program.name} cannot run on a real transport: {result.why}")
+    return result
+
+
+def run_all(
+    programs: Sequence[Program], backend: str = "host", n: int = 1000, *, hosts: int = 1, seed: int = 0, **settings: Any
+) -> Iterator[TransportRun | NotRun]:
+    """Run each program ``n`` times, with random pauses between instructions that ``seed`` chooses; results as they come.
 
     A backend whose sessions play programs on their device (``Session.play``) does so in one launch; on others each
     instruction is a call of the communicator. Ranks are threads of this process (:func:`hal.spawn`), or processes where
-    the backend needs variables of their own for several ``hosts``. Idle ranks fill the last host up.
+    the backend needs variables of their own for several ``hosts``; idle ones fill the last host up. A dozen programs with
+    equally many ranks share a communicator, since connecting may take longer than playing.
 
-    Raises :class:`ContractError` for programs that only make sense in the model, and for layouts that make no sense.
+    Raises :class:`ContractError` for layouts that make no sense, and what a rank raises.
     """
-    why = unsupported(program, backend)
-    if why:
-        raise ContractError(f"{program.name} cannot run on a real transport: {why}")
     if n < 1 or hosts < 1:
         raise ContractError(f"{n} runs on {hosts} hosts: give at least 1 of each")
-    started = time.monotonic()
-    ranks = -(-program.ranks // hosts) * hosts
-    needed = max(1, n * sum(program.windows[w] for w in slots_of(program)))
-    full = Settings(
-        backend=BackendConfig(backend),
-        transport=TransportConfig(settings.pop("transport", None)),
-        topology=TopologyConfig(hosts),
-        ranks=ranks,
-        # One more than the program's, for what a device's player has to say to its peers besides.
-        queues=max(2, program.queues + 1),
-        signal_slots=needed,
-        **settings,
-    )
-    layout = arranged(full)
-    results: list[tuple[list[dict[tuple[int, str], int]], OrderingProfile]]
-    if layout.plan is None:
-        results = spawn(ranks, _rank, full, (program, n, seed), config=full.connection)
-    else:
-        from hal.cli.ranks import run_ranks
+    runnable: dict[int, list[Program]] = {}
+    for program in programs:
+        why = unsupported(program, backend)
+        if why:
+            yield NotRun(program, why)
+        else:
+            runnable.setdefault(-(-program.ranks // hosts) * hosts, []).append(program)
+    transport = settings.pop("transport", None)
+    for ranks, equal in sorted(runnable.items()):
+        for start in range(0, len(equal), _TOGETHER):
+            some = equal[start : start + _TOGETHER]
+            slots = sum(_signal_slots(p, n) for p in some)
+            full = Settings(
+                backend=BackendConfig(backend),
+                transport=TransportConfig(transport),
+                topology=TopologyConfig(hosts),
+                ranks=ranks,
+                # One more than the programs', for what a device's player has to say to its peers besides.
+                queues=max(2, *(p.queues + 1 for p in some)),
+                signal_slots=max(1, slots),
+                **settings,
+            )
+            layout = arranged(full)
+            work = (some, n, seed)
+            if layout.plan is None:
+                told = spawn(ranks, _rank, full, work, config=full.connection)
+            else:
+                from hal.cli.ranks import run_ranks
 
-        results = run_ranks(full, f"{__name__}:_rank", (program, n, seed), layout)
-    return _judged(program, n, results, started)
+                told = run_ranks(full, f"{__name__}:_rank", work, layout)
+            for i, program in enumerate(some):
+                yield _judged(program, n, [rank[i] for rank in told])
 
 
-def _judged(program: Program, n: int, results: Sequence[Any], started: float) -> TransportRun:
-    profile = results[0][1]
+def _judged(program: Program, n: int, ranks: Sequence[_Told]) -> TransportRun | NotRun:
+    """``ranks``: what each rank tells of the program."""
+    if refused := [told.refused for told in ranks if told.refused]:
+        return NotRun(program, refused[0])
+    profile = ranks[0].profile
     counts: Counter[str] = Counter()
     bad: int | None = 0
     for i in range(n):
-        seen = {key: value for rank in results for key, value in rank[0][i].items()}
+        seen = {key: value for told in ranks for key, value in told.registers[i].items()}
         counts[" ".join(f"{r}:{name}={seen[(r, name)]}" for r, name in program.registers)] += 1
         held = holds(program.bad, seen)
         bad = None if held is None or bad is None else bad + held
@@ -134,7 +165,7 @@ def _judged(program: Program, n: int, results: Sequence[Any], started: float) ->
     allowed = {" ".join(f"{r}:{name}={o[i]}" for i, (r, name) in enumerate(program.registers)) for o in model.outcomes}
     forbidden = tuple(sorted(set(counts) - allowed))
     may = model.code[0] == "A" or "outcome is allowed" in model.reason
-    return TransportRun(program, profile, dict(counts), forbidden, bad, may, time.monotonic() - started)
+    return TransportRun(program, profile, dict(counts), forbidden, bad, may, max(told.seconds for told in ranks))
 
 
 def holds(condition: Condition, seen: Mapping[tuple[int, str], int]) -> bool | None:
@@ -174,29 +205,61 @@ def slots_of(program: Program) -> set[str]:
     return out
 
 
-def _rank(
-    comm: Any, settings: Settings, work: tuple[Program, int, int]
-) -> tuple[list[dict[tuple[int, str], int]], OrderingProfile]:
-    program, n, seed = work
-    play = getattr(comm._session, "play", None)
-    if play is not None:
-        return play(program, n, seed), comm.profile
-    window = comm.window(max(1, n * program.words) * _WORD)
-    runner = _Runner(comm, program, window, seed)
-    out = []
-    for i in range(n):
-        comm.barrier(complete=False)
-        out.append(runner.once(i))
-        if i % 64 == 63:
-            comm.barrier(complete=True)
-    comm.barrier(complete=True)
-    return out, comm.profile
+def _signal_slots(program: Program, n: int) -> int:
+    return n * sum(program.windows[w] for w in slots_of(program))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """One rank's part of a program's runs."""
+
+    registers: list[dict[tuple[int, str], int]]
+    profile: OrderingProfile
+    seconds: float
+    refused: str = ""
+
+
+def _rank(comm: Any, settings: Settings, work: tuple[Sequence[Program], int, int]) -> list[_Told]:
+    programs, n, seed = work
+    play = getattr(comm._session, "play", None) or _Calls(comm).play
+    told = []
+    for program in programs:
+        started = time.monotonic()
+        try:
+            registers = play(program, n, seed)
+            told.append(_Told(registers, comm.profile, time.monotonic() - started))
+        except ContractError as error:  # what this transport's profile refuses, on every rank and before anything moves
+            told.append(_Told([], comm.profile, 0.0, str(error)))
+    return told
+
+
+class _Calls:
+    """Plays programs by calls of the communicator, one for each instruction."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._slots_used = 0
+
+    def play(self, program: Program, n: int, seed: int) -> list[dict[tuple[int, str], int]]:
+        comm = self._comm
+        window = comm.window(max(1, n * program.words) * _WORD)
+        runner = _Runner(comm, program, window, self._slots_used, seed)
+        self._slots_used += _signal_slots(program, n)
+        out = []
+        for i in range(n):
+            comm.barrier(complete=False)
+            out.append(runner.once(i))
+            if i % 64 == 63:
+                comm.barrier(complete=True)
+        comm.barrier(complete=True)
+        return out
 
 
 class _Runner:
     """One rank's part. Every iteration has its own words and slots, so nothing is reset."""
 
-    def __init__(self, comm: Any, program: Program, window: Any, seed: int) -> None:
+    def __init__(self, comm: Any, program: Program, window: Any, first_slot: int, seed: int) -> None:
+        self.first_slot = first_slot
         self.comm, self.program, self.window = comm, program, window
         self.words = window.array.view(np.uint64)
         self.slots = sorted(slots_of(program))
@@ -223,7 +286,7 @@ class _Runner:
     def _slot(self, place: Place) -> int:
         per = sum(self.program.windows[w] for w in self.slots)
         before = sum(self.program.windows[w] for w in self.slots[: self.slots.index(place.window)])
-        return self.at * per + before + place.index
+        return self.first_slot + self.at * per + before + place.index
 
     def _do(self, instruction: Instruction) -> None:
         match instruction:

@@ -145,23 +145,18 @@ def _on_transport(programs: Sequence[Any], args: argparse.Namespace, skip: bool)
 
     status, records = 0, []
     settings = {"transport": args.transport} if args.transport else {}
-    for program in programs:
-        why = on_transport.unsupported(program, args.backend)
-        if why and skip:
-            print(f"{program.name}: not run: {why}")
-            records.append({"program": program.name, "not_run": why})
-            continue
-        try:
-            result = on_transport.run(program, args.backend, args.n, hosts=args.hosts, seed=args.seed, **settings)
-        except ContractError as error:  # what only this transport's profile tells
+    on = f" on {args.hosts} hosts" if args.hosts > 1 else ""
+    runs = on_transport.run_all(programs, args.backend, args.n, hosts=args.hosts, seed=args.seed, **settings)
+    for result in runs:
+        name = result.program.name
+        if isinstance(result, on_transport.NotRun):
             if not skip:
-                raise
-            print(f"{program.name}: not run: {error}")
-            records.append({"program": program.name, "not_run": str(error)})
+                raise ContractError(f"{name} cannot run on a real transport: {result.why}")
+            print(f"{name}: not run: {result.why}")
+            records.append({"program": name, "not_run": result.why})
             continue
-        on = f" on {args.hosts} hosts" if args.hosts > 1 else ""
         where = f"{args.transport or args.backend} ({result.profile.name}){on}"
-        print(f"{program.name} on {where}, {args.n} times, {result.seconds:.2f} s")
+        print(f"{name} on {where}, {args.n} times, {result.seconds:.2f} s")
         print(histogram(result.counts, result.forbidden))
         print(f"  {result.verdict}", flush=True)
         records.append(_record(result))
