@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The plain C interface of the CUDA backend: NCCL runtime, dispatch and combine, and the ordering words on LSA pointers.
+ * The plain C interface of the CUDA backend: NCCL runtime, dispatch and combine, and the ordering words over NVLink and GIN.
  * Every function returns 0, or -1 with the reason in hal_cuda_last_error() of the same thread. Structures are plain data
  * that a caller fills once and reuses; backends/hal_cuda/native.py mirrors them.
  */
@@ -72,6 +72,7 @@ typedef struct hal_cuda_gin {
     int32_t queues, signals;                 /* contexts; indexed signals of each */
     int32_t strong;                          /* the transport has strong signals (profile gin); else gin-weak */
     int32_t rail;                            /* only ranks with this rank's lsa_rank can be reached */
+    int32_t slots, unused;                   /* signal slots of hal_cuda_gin_ops */
 } hal_cuda_gin;
 
 enum { HAL_CUDA_SEND = 1, HAL_CUDA_RECV = 2 };
@@ -105,7 +106,24 @@ typedef struct hal_cuda_combine_args {
 typedef struct hal_cuda_properties {
     int32_t world, rank, lsa_size, lsa_rank, gin_type, device, nccl_version, sms;
     char gpu[64];
+    /* ncclGinType_t: gin_type reaches every rank (0 = none does), rail_type those of the same lsa_rank. */
+    int32_t rail_type;
 } hal_cuda_properties;
+
+/* What GIN is to have, the same on all ranks, and what it got. */
+enum { HAL_CUDA_GIN_FULL = 1, HAL_CUDA_GIN_RAIL = 2 };
+typedef struct hal_cuda_gin_needs {
+    int32_t queues;        /* contexts */
+    int32_t signals;       /* indexed signals of each, for kernels */
+    int32_t strong;        /* 1: strong signals if the transport has them; 0: do without */
+    int32_t traffic_class; /* of the network; INT32_MIN = NCCL's own choice */
+    int32_t slots;         /* signal slots of the interpreter below */
+} hal_cuda_gin_needs;
+typedef struct hal_cuda_gin_properties {
+    int32_t type, connection; /* ncclGinType_t; HAL_CUDA_GIN_FULL or _RAIL */
+    int32_t contexts, connections, signals, strong, va_signals, traffic_class;
+    int32_t lsa_size, rail_size;
+} hal_cuda_gin_properties;
 
 typedef struct hal_cuda_window {
     uint64_t ptr, bytes;         /* this rank's part, as the frameworks see it */
@@ -113,12 +131,24 @@ typedef struct hal_cuda_window {
     uint64_t handle;             /* ncclWindow_t */
 } hal_cuda_window;
 
-/* One ordering word, run by the one-block interpreter kernel. */
-enum { HAL_CUDA_PUT = 0, HAL_CUDA_SIGNAL, HAL_CUDA_WAIT, HAL_CUDA_QUIET };
+/* One ordering word, run by the one-block interpreter kernel. hal_cuda_ops knows addresses only. In hal_cuda_gin_ops
+ * `address` of a signal and a wait is the slot's number, and a put with `network` has an offset in `window` as its address
+ * and one in `source_window` as its source (both handles). */
+enum {
+    HAL_CUDA_PUT = 0,
+    HAL_CUDA_SIGNAL,
+    HAL_CUDA_WAIT,
+    HAL_CUDA_QUIET,
+    HAL_CUDA_PUT_VALUE, /* the rest in hal_cuda_gin_ops only. Eight bytes over the network, `value` */
+    HAL_CUDA_ARRIVE,    /* barriers: say so to the peer; order 2 = complete */
+    HAL_CUDA_AWAIT      /* until the peer has said so; order as it was said with */
+};
 enum { HAL_CUDA_MAX_OPS = 48 }; /* of one call */
 typedef struct hal_cuda_op {
     int32_t kind, peer, order, signal_op, stage, queue;
     uint64_t address, source, bytes, value; /* address: of the peer's memory as this device addresses it */
+    uint64_t window, source_window;
+    int32_t network, source_only; /* source_only: of quiet */
 } hal_cuda_op;
 
 /* One instruction of a litmus program (hal/checker/program.py), of one thread of this rank. Places are lines of the
@@ -137,21 +167,23 @@ typedef struct hal_cuda_litmus_op {
     int32_t what, thread, peer, queue, order;
     int32_t network; /* over GIN also where stores reach the peer */
     int32_t line, count, source_line, stage_line, target_register;
-    int32_t value_register;                       /* the value is what that register holds; -1: it is `value` */
-    int32_t set, own_line, own_set, own_order;    /* a signal sets; the signal of a put itself, own_line -1 = none */
+    int32_t value_register;                    /* the value is what that register holds; -1: it is `value` */
+    int32_t set, own_line, own_set, own_order; /* a signal sets; the signal of a put itself, own_line -1 = none */
     uint64_t value, own_value;
 } hal_cuda_litmus_op;
 
 /* A program on this rank, played `repetitions` times in one launch. */
 typedef struct hal_cuda_litmus {
-    uint64_t ops;                         /* hal_cuda_litmus_op[ops_count], device address */
-    uint64_t results;                     /* [repetitions][registers], device address */
-    uint64_t peer[HAL_CUDA_LITMUS_RANKS]; /* each rank's part of the window as this device addresses it; 0 = by GIN only */
-    uint64_t window;                      /* hal_cuda_window.handle */
-    uint64_t off_starts, off_barriers, off_lines; /* in the window: a line for each thread of the program, twice; lines */
-    uint64_t seed, pause_ns;                      /* pauses between instructions last up to this */
-    uint32_t repetitions, lines;                  /* lines of one repetition */
-    uint32_t all_threads, barrier_threads;        /* bits: threads of the program, and those that pass barriers */
+    uint64_t ops;     /* hal_cuda_litmus_op[ops_count], device address */
+    uint64_t results; /* [repetitions][registers], device address */
+    uint64_t
+        peer[HAL_CUDA_LITMUS_RANKS]; /* each rank's part of the window as this device addresses it; 0 = by GIN only */
+    uint64_t window;                 /* hal_cuda_window.handle */
+    uint64_t off_starts, off_barriers,
+        off_lines;                         /* in the window: a line for each thread of the program, twice; lines */
+    uint64_t seed, pause_ns;               /* pauses between instructions last up to this */
+    uint32_t repetitions, lines;           /* lines of one repetition */
+    uint32_t all_threads, barrier_threads; /* bits: threads of the program, and those that pass barriers */
     int32_t rank_of_thread[HAL_CUDA_LITMUS_THREADS];
     int32_t ops_count, registers, ranks, rank, threads, first_thread; /* this rank's threads follow each other */
     int32_t queues; /* of the program; queue number `queues` carries the arrivals */
@@ -169,6 +201,9 @@ int hal_cuda_comm_create(const void* id128, int world, int rank, int device, voi
 int hal_cuda_comm_adopt(void* nccl_comm, int device, void** comm);
 int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out);
 int hal_cuda_comm_destroy(void* comm, int abort);
+/* Collective, after the communicator and before its windows. Fails, saying why, where NCCL has no GIN. `out` is for
+ * kernels, and lives until the communicator goes. */
+int hal_cuda_gin_create(void* comm, const hal_cuda_gin_needs* needs, hal_cuda_gin* out, hal_cuda_gin_properties* got);
 int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out);
 int hal_cuda_window_destroy(void* comm, hal_cuda_window* window);
 
@@ -182,6 +217,10 @@ int hal_cuda_await_rows(const uint64_t* word, uint32_t sequence, const hal_cuda_
  * wait saw, or stays as it is. Uses device, state and error of `ep`. */
 int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int count, uint64_t timeout_ns, uint64_t result,
                  uint64_t stream);
+
+/* The same with what goes to other NVLink domains: relaxed puts and signals are then only posted. */
+int hal_cuda_gin_ops(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_op* ops, int count,
+                     uint64_t timeout_ns, uint64_t result, uint64_t stream);
 
 /* Plays a litmus program. `gin` with comm 0: no GIN. Uses device, error, abort and timeout_ns of `ep`. */
 int hal_cuda_play(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_litmus* run, uint64_t stream);

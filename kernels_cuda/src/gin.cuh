@@ -59,8 +59,16 @@ struct Words {
     __host__ __device__ static std::uint64_t offset(Kind kind, int queue, int rank, int queues, int world) {
         return ((static_cast<std::uint64_t>(kind) * queues + queue) * world + rank) * sizeof(std::uint64_t);
     }
-    __host__ __device__ static std::uint64_t bytes(int queues, int world) {
-        return offset(kKinds, 0, 0, queues, world);
+    // Then the slots of Session.signal. Each is a row: what each (queue, origin) added over the network, and last what
+    // this domain's ranks added over NVLink; its value is their sum. One row more is for reading a peer's.
+    __host__ __device__ static std::uint64_t row(int queues, int world) {
+        return sizeof(std::uint64_t) * (static_cast<std::uint64_t>(queues) * world + 1);
+    }
+    __host__ __device__ static std::uint64_t slot(int number, int queues, int world) {
+        return offset(kKinds, 0, 0, queues, world) + number * row(queues, world);
+    }
+    __host__ __device__ static std::uint64_t bytes(int slots, int queues, int world) {
+        return slot(slots + 1, queues, world);
     }
 };
 // This rank's counters: the word that ends flushes, then adds made to the peers' words of the first three kinds.
@@ -82,6 +90,8 @@ class Queue {
     __device__ int index() const { return index_; }
     // Whether strong signals cost one message (profile gin) or a round trip (gin-weak).
     __device__ bool has_strong() const { return gin_.strong != 0; }
+    // With rail connections only ranks of the same lsa_rank can be named.
+    __device__ bool reaches(int peer) const { return gin_.rail == 0 || peer % gin_.lsa_size == gin_.lsa_rank; }
 
     // One thread each. `more` = this thread posts to the same (queue, peer) at once again, the last time without it: the
     // network card is told of all of them together, if the transport can.
@@ -143,6 +153,10 @@ class Queue {
         }
         return read_back(peer, target);
     }
+
+    // One thread. Reads from the peer's window into this rank's; the bytes are there when flush has returned. It is ordered
+    // after nothing.
+    __device__ void get(int peer, Place from, Place to, std::uint64_t bytes) const { post_.get(peer, from, to, bytes); }
 
     __device__ std::uint64_t read(Signal signal) const { return post_.read(signal); }
     __device__ std::uint64_t read(const std::uint64_t* word) const { return load_acquire(word); }
@@ -218,39 +232,51 @@ class Barrier {
         return domain() && network(gin_.lsa_rank, gin_.lsa_size, complete) && domain();
     }
 
+    // One thread: the two halves towards one peer, for barriers of other sets of ranks. Counts are kept for each pair, so
+    // the two sides must take part in the same barriers.
+    __device__ void arrive_at_neighbour(int peer) const {
+        const std::uint64_t at = Words::offset(Words::kDomain, 0, gin_.rank, gin_.queues, gin_.world);
+        const int there = peer % gin_.lsa_size;
+        add_release(reinterpret_cast<std::uint64_t*>(gin_.peers + there * gin_.peer_stride + at), 1);
+        ++*Queue(ep_, gin_, 0).sent(Words::kDomain, peer);
+    }
+    __device__ bool await_neighbour(int peer) const {
+        const Queue queue(ep_, gin_, 0);
+        return queue.wait(queue.here(Words::kDomain, peer), *queue.sent(Words::kDomain, peer), peer,
+                          HAL_CUDA_STAGE_BARRIER);
+    }
+    __device__ bool arrive(int peer, int queue, bool complete) const {
+        const Queue on(ep_, gin_, queue);
+        ++*on.sent(Words::kBarrier, peer);
+        return on.signal(peer, on.own(Words::kBarrier, gin_.rank), 1, complete ? Order::strong : Order::weak);
+    }
+    __device__ bool await(int peer, int queue) const {
+        const Queue on(ep_, gin_, queue);
+        return on.wait(on.here(Words::kBarrier, peer), *on.sent(Words::kBarrier, peer), peer, HAL_CUDA_STAGE_BARRIER);
+    }
+
   private:
     __device__ __noinline__ bool domain() const {
         const int host = gin_.rank - gin_.lsa_rank;
         bool ok = true;
         __syncthreads();
-        for (int i = static_cast<int>(threadIdx.x); i < gin_.lsa_size; i += static_cast<int>(blockDim.x)) {
-            if (i == gin_.lsa_rank) continue;
-            const Queue queue(ep_, gin_, 0);
-            const std::uint64_t at = Words::offset(Words::kDomain, 0, gin_.rank, gin_.queues, gin_.world);
-            add_release(reinterpret_cast<std::uint64_t*>(gin_.peers + i * gin_.peer_stride + at), 1);
-            const std::uint64_t target = ++*queue.sent(Words::kDomain, host + i);
-            ok = queue.wait(queue.here(Words::kDomain, host + i), target, host + i, HAL_CUDA_STAGE_BARRIER) && ok;
-        }
+        for (int i = static_cast<int>(threadIdx.x); i < gin_.lsa_size; i += static_cast<int>(blockDim.x))
+            if (i != gin_.lsa_rank) arrive_at_neighbour(host + i);
+        for (int i = static_cast<int>(threadIdx.x); ok && i < gin_.lsa_size; i += static_cast<int>(blockDim.x))
+            if (i != gin_.lsa_rank) ok = await_neighbour(host + i);
         return __syncthreads_and(ok) != 0;
     }
     // Ranks first, first + step, ... outside this rank's domain.
     __device__ __noinline__ bool network(int first, int step, bool complete) const {
-        const int pairs = (gin_.world - first + step - 1) / step * (complete ? gin_.queues : 1);
+        const int queues = complete ? gin_.queues : 1, pairs = (gin_.world - first + step - 1) / step * queues;
         bool ok = true;
         __syncthreads();
-        for (int turn = 0; turn < 2; ++turn) {  // all signals out before the first wait
+        for (int turn = 0; turn < 2; ++turn)  // all signals out before the first wait
             for (int i = static_cast<int>(threadIdx.x); ok && i < pairs; i += static_cast<int>(blockDim.x)) {
-                const Queue queue(ep_, gin_, complete ? i % gin_.queues : 0);
-                const int peer = first + i / (complete ? gin_.queues : 1) * step;
+                const int peer = first + i / queues * step;
                 if (peer / gin_.lsa_size == gin_.rank / gin_.lsa_size) continue;
-                std::uint64_t* count = queue.sent(Words::kBarrier, peer);
-                if (turn == 0)
-                    ++*count, ok = queue.signal(peer, queue.own(Words::kBarrier, gin_.rank), 1,
-                                                complete ? Order::strong : Order::weak);
-                else
-                    ok = queue.wait(queue.here(Words::kBarrier, peer), *count, peer, HAL_CUDA_STAGE_BARRIER);
+                ok = turn == 0 ? arrive(peer, i % queues, complete) : await(peer, i % queues);
             }
-        }
         return __syncthreads_and(ok) != 0;
     }
     const hal_cuda_ep& ep_;

@@ -74,8 +74,8 @@ class Player {
 
     // Lets the threads meet in every way: three times in ten, up to `pause_ns`.
     __device__ void pause(int step) const {
-        const std::uint64_t chance = mix(run_.seed ^ mix((static_cast<std::uint64_t>(at_) << 24) ^
-                                                         (run_.rank << 16) ^ (warp_ << 12) ^ step));
+        const std::uint64_t chance =
+            mix(run_.seed ^ mix((static_cast<std::uint64_t>(at_) << 24) ^ (run_.rank << 16) ^ (warp_ << 12) ^ step));
         if (run_.pause_ns == 0 || chance % 10 >= 3) return;
         const std::uint64_t start = nanoseconds(), time = (chance >> 8) % run_.pause_ns;
         while (nanoseconds() - start < time) load_acquire(own(run_.off_starts));  // an access, so that others run too

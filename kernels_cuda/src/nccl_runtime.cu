@@ -9,7 +9,7 @@
 #include <cstring>
 #include <memory>
 
-#include "hal_cuda.h"
+#include "gin.cuh"
 #include "launch.cuh"
 
 namespace hal::cuda {
@@ -35,6 +35,11 @@ struct Comm {
     ncclDevComm device_comm{};
     int device = 0;
     bool owned = true, has_device_comm = false;
+    // GIN has a device communicator of its own, copied to the device, with HAL's words and counters.
+    ncclDevComm gin_comm{};
+    bool has_gin = false;
+    hal_cuda_gin gin{};
+    hal_cuda_window words{};
 };
 
 std::string version_text(int code) {
@@ -63,6 +68,36 @@ int create_device_comm(Comm& c) {
     if (check(api.ncclDevCommCreate(c.comm, &needs, &c.device_comm), "ncclDevCommCreate", c.comm) != 0) return -1;
     c.has_device_comm = true;
     return 0;
+}
+
+// NCCL refuses strong signals where the network has none; that is asked, not known beforehand.
+int create_gin_comm(Comm& c, const hal_cuda_gin_needs& want, ncclGinConnectionType_t connection, bool strong) {
+    ncclDevCommRequirements needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+    needs.ginContextCount = want.queues, needs.ginSignalCount = want.signals;
+    needs.ginConnectionType = connection, needs.ginExclusiveContexts = true;
+    needs.ginStrongSignalsRequired = strong, needs.ginVaSignalsRequired = true;
+    if (want.traffic_class != INT32_MIN) needs.ginTrafficClass = want.traffic_class;
+    const ncclResult_t status = api.ncclDevCommCreate(c.comm, &needs, &c.gin_comm);
+    if (status == ncclInvalidUsage && strong) return create_gin_comm(c, want, connection, false);
+    if (check(status, "ncclDevCommCreate with GIN", c.comm) != 0) return -1;
+    c.has_gin = true;
+    c.gin.strong = strong;
+    return 0;
+}
+
+// Kernels read NCCL's structure from device memory. Its abort flag becomes the first word of HAL's counters: NCCL leaves
+// it empty for communicators made from outside, and it is the only thing that ends NCCL's wait for its own requests.
+int place_gin(Comm& c, int queues) {
+    const std::uint64_t state_bytes = gin::Counts::bytes(queues, c.gin.world);
+    const std::uint64_t aligned = (state_bytes + 255) / 256 * 256;
+    void* memory = nullptr;
+    if (hal::cuda::check(cudaMalloc(&memory, aligned + sizeof c.gin_comm), "cudaMalloc") != 0) return -1;
+    c.gin.state = reinterpret_cast<std::uint64_t>(memory), c.gin.comm = c.gin.state + aligned;
+    ncclDevComm copy = c.gin_comm;
+    copy.abortFlag = reinterpret_cast<std::uint32_t*>(memory);
+    if (hal::cuda::check(cudaMemset(memory, 0, aligned), "cudaMemset") != 0) return -1;
+    return hal::cuda::check(cudaMemcpy(reinterpret_cast<void*>(c.gin.comm), &copy, sizeof copy, cudaMemcpyHostToDevice),
+                            "cudaMemcpy");
 }
 
 int query(const Comm& c, ncclCommProperties& p) {
@@ -163,6 +198,7 @@ int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
     if (query(c, p) != 0) return -1;
     *out = {};
     out->world = p.nRanks, out->rank = p.rank, out->gin_type = p.ginType, out->device = c.device;
+    out->rail_type = p.railedGinType;
     out->lsa_size = c.device_comm.lsaSize, out->lsa_rank = c.device_comm.lsaRank;
     if (check(api.ncclGetVersion(&out->nccl_version), "ncclGetVersion") != 0) return -1;
     cudaDeviceProp device{};
@@ -176,11 +212,55 @@ int hal_cuda_comm_destroy(void* comm, int abort) {
     std::unique_ptr<Comm> c(static_cast<Comm*>(comm));
     const OnDevice here(c->device);
     int status = 0;
+    if (c->words.handle != 0 && !abort) status |= hal_cuda_window_destroy(comm, &c->words);
+    if (c->gin.state != 0) cudaFree(reinterpret_cast<void*>(c->gin.state));
+    if (c->has_gin && !abort)
+        status |= check(api.ncclDevCommDestroy(c->comm, &c->gin_comm), "ncclDevCommDestroy", c->comm);
     if (c->has_device_comm && !abort)
         status |= check(api.ncclDevCommDestroy(c->comm, &c->device_comm), "ncclDevCommDestroy", c->comm);
     if (!c->owned) return status;
     return status | (abort ? check(api.ncclCommAbort(c->comm), "ncclCommAbort")
                            : check(api.ncclCommDestroy(c->comm), "ncclCommDestroy"));
+}
+
+int hal_cuda_gin_create(void* comm, const hal_cuda_gin_needs* needs, hal_cuda_gin* out, hal_cuda_gin_properties* got) {
+    Comm& c = *static_cast<Comm*>(comm);
+    const OnDevice here(c.device);
+    ncclCommProperties p;
+    if (query(c, p) != 0) return -1;
+    const bool full = p.ginType != NCCL_GIN_TYPE_NONE;
+    if (!full && p.railedGinType == NCCL_GIN_TYPE_NONE)
+        return fail(
+            "NCCL has no GIN here (type NONE), so nothing leaves the NVLink domain: it needs an RDMA network card on "
+            "every "
+            "rank (or the software NIC, docs/software_nic.md), and NCCL_GIN_ENABLE not 0; NCCL_DEBUG=INFO says what it "
+            "found");
+    if (p.nRanks % c.device_comm.lsaSize != 0)
+        return fail(std::to_string(p.nRanks) + " ranks do not divide into NVLink domains of " +
+                    std::to_string(c.device_comm.lsaSize) + "; give every host as many ranks");
+    c.gin = {};
+    c.gin.world = p.nRanks, c.gin.rank = p.rank;
+    c.gin.lsa_size = c.device_comm.lsaSize, c.gin.lsa_rank = c.device_comm.lsaRank;
+    c.gin.queues = needs->queues, c.gin.signals = needs->signals, c.gin.slots = needs->slots, c.gin.rail = !full;
+    if (create_gin_comm(c, *needs, full ? NCCL_GIN_CONNECTION_FULL : NCCL_GIN_CONNECTION_RAIL, needs->strong != 0) != 0)
+        return -1;
+    if (c.gin_comm.ginContextCount < static_cast<unsigned>(needs->queues))
+        return fail("NCCL gives " + std::to_string(c.gin_comm.ginContextCount) + " GIN contexts of the " +
+                    std::to_string(needs->queues) + " asked for; lower `queues`");
+    if (place_gin(c, needs->queues) != 0) return -1;
+    if (hal_cuda_window_create(comm, gin::Words::bytes(needs->slots, needs->queues, p.nRanks), &c.words) != 0)
+        return -1;
+    c.gin.window = c.words.handle, c.gin.words = c.words.ptr;
+    c.gin.peers = c.words.peers, c.gin.peer_stride = c.words.peer_stride;
+    *out = c.gin;
+    *got = {};
+    got->type = full ? p.ginType : p.railedGinType;
+    got->connection = full ? HAL_CUDA_GIN_FULL : HAL_CUDA_GIN_RAIL;
+    got->contexts = static_cast<int>(c.gin_comm.ginContextCount), got->connections = c.gin_comm.ginConnectionCount;
+    got->signals = needs->signals, got->strong = c.gin.strong, got->va_signals = 1;
+    got->traffic_class = needs->traffic_class;
+    got->lsa_size = c.gin.lsa_size, got->rail_size = c.gin.world / c.gin.lsa_size;
+    return 0;
 }
 
 int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out) {
@@ -192,8 +272,9 @@ int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out) {
     if (hal::cuda::check(cudaMemset(memory, 0, bytes), "cudaMemset") != 0) return -1;
     if (hal::cuda::check(cudaDeviceSynchronize(), "cudaMemset") != 0) return -1;
     ncclWindow_t window = nullptr;
-    if (check(api.ncclCommWindowRegister(c.comm, memory, bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
-              "ncclCommWindowRegister", c.comm) != 0)
+    // Strict ordering, where a network is in play: a signal on a word of the window must not pass data before it.
+    const int flags = NCCL_WIN_COLL_SYMMETRIC | (c.has_gin ? NCCL_WIN_STRICT_ORDERING : 0);
+    if (check(api.ncclCommWindowRegister(c.comm, memory, bytes, &window, flags), "ncclCommWindowRegister", c.comm) != 0)
         return -1;
     if (window == nullptr) {
         api.ncclMemFree(memory);

@@ -1,39 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ordering words on LSA pointers, for callers outside kernels: a list of them run by one kernel. Each is complete
 // before the next begins, which is more than docs/contract.md asks of relaxed ones.
-#include "device.cuh"
 #include "launch.cuh"
+#include "words.cuh"
 
 namespace hal::cuda {
 namespace {
-
-struct Ops {
-    hal_cuda_op op[HAL_CUDA_MAX_OPS];
-    int count;
-};
-
-__device__ void put(const hal_cuda_op& op) {
-    if (op.order == 2) __threadfence_system();  // strong: after everything this rank did before
-    const std::uint64_t first = blockIdx.x * static_cast<std::uint64_t>(blockDim.x) + threadIdx.x;
-    const std::uint64_t step = static_cast<std::uint64_t>(gridDim.x) * blockDim.x;
-    if ((op.address | op.source | op.bytes) % 16 == 0) {
-        for (std::uint64_t i = first; i < op.bytes / 16; i += step)
-            reinterpret_cast<uint4*>(op.address)[i] = reinterpret_cast<const uint4*>(op.source)[i];
-    } else {
-        for (std::uint64_t i = first; i < op.bytes; i += step)
-            reinterpret_cast<char*>(op.address)[i] = reinterpret_cast<const char*>(op.source)[i];
-    }
-    __threadfence_system();
-}
-
-__device__ void signal(const hal_cuda_op& op) {
-    auto* slot = reinterpret_cast<std::uint64_t*>(op.address);
-    if (op.order == 2) __threadfence_system();
-    if (op.signal_op == 0)
-        add_release(slot, op.value);
-    else
-        store_release(slot, op.value);
-}
 
 __global__ void words_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ Ops ops,
                              std::uint64_t* result) {
