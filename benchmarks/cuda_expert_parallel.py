@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -99,7 +98,7 @@ class Bench:
         self.device = torch.device("cpu") if self.emulated else torch.device("cuda", torch.cuda.current_device())
         self.rows: list[dict[str, Any]] = []
         self.started = time.monotonic()
-        self.facts: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
         self.stream = None if self.emulated else torch.cuda.Stream()
         # A graph would keep the host out of the replays; the software NIC's copies are the host's work.
         self.replay = self._replay_calls if self.emulated or self.several_hosts else self._replay_graph
@@ -483,30 +482,26 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def write(bench: Bench) -> None:
-    options = bench.options
-    if not bench.facts:  # once: asking the driver takes longer than many a result
-        from hal_cuda.machine import facts
+    from hal_cuda.facts import of_session, record_of, write
 
-        bench.facts = facts(["python", "benchmarks/cuda_expert_parallel.py", *sys.argv[1:]])
-    record = {
-        "what": f"dispatch and combine, {bench.ranks} ranks on {options.hosts} host{'s' * (options.hosts > 1)}"
-        + (", emulated on CPUs" if bench.emulated else ""),
-        **bench.facts,
-        "shape": {
-            "hidden": options.hidden,
-            "experts": options.experts,
-            "top_k": options.top_k,
-            "ranks": bench.ranks,
-            "hosts": options.hosts,
-        },
-        "seconds": round(time.monotonic() - bench.started, 1),
-        "rows": bench.rows,
-    }
-    target = Path(options.out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_suffix(".tmp")
-    draft.write_text(json.dumps(record, indent=1) + "\n")
-    draft.replace(target)
+    options, ranks = bench.options, bench.ranks
+    if not bench.record:  # once: asking the driver takes longer than many a result
+        on = f"{ranks} ranks on {options.hosts} host{'s' * (options.hosts > 1)}"
+        bench.record = record_of(
+            f"dispatch and combine, {on}" + (", emulated on CPUs" if bench.emulated else ""),
+            of_session(bench.comm._session),
+            0 if bench.emulated else min(ranks, bench.torch.cuda.device_count()),
+            "python benchmarks/cuda_expert_parallel.py " + " ".join(sys.argv[1:]),
+            shape={
+                "hidden": options.hidden,
+                "experts": options.experts,
+                "top_k": options.top_k,
+                "ranks": ranks,
+                "hosts": options.hosts,
+            },
+        )
+    seconds = round(time.monotonic() - bench.started, 1)
+    write(Path(options.out), {**bench.record, "seconds": seconds, "rows": bench.rows})
 
 
 if __name__ == "__main__":

@@ -296,21 +296,24 @@ class Suite:
     """Runs parts within their limits and keeps the record."""
 
     def __init__(self, machine: Machine, out: Path, budget: float) -> None:
-        from hal_cuda.machine import facts
+        from hal_cuda.facts import of_machine, record_of
 
+        facts = of_machine()
         self.machine, self.deadline = machine, time.monotonic() + budget
         stem = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime()) + ("-rehearsal" if machine.rehearse else "-gpu-suite")
         out.mkdir(parents=True, exist_ok=True)
         self.json, self.log, self.text = (out / f"{stem}{end}" for end in (".json", ".log", ".txt"))
         self.began = time.monotonic()
-        self.record: dict[str, Any] = {
-            "what": "the GPU suite" + (", rehearsed on CPUs: no times, no GPU" if machine.rehearse else ""),
-            **facts(["python", "benchmarks/gpu_suite.py", *sys.argv[1:]]),
-            "ranks": machine.ranks,
-            "packages": {name: version(name) for name in ("torch", "numpy", "pytest", "cupy-cuda13x", "jax")},
-            "missing": missing(),
-            "parts": [],
-        }
+        self.record: dict[str, Any] = record_of(
+            "the GPU suite" + (", rehearsed on CPUs: no times, no GPU" if machine.rehearse else ""),
+            facts,
+            machine.gpus,
+            shlex.join(["python", "benchmarks/gpu_suite.py", *sys.argv[1:]]),
+            ranks=machine.ranks,
+            packages={name: version(name) for name in ("torch", "numpy", "pytest", "cupy-cuda13x", "jax")},
+            missing=missing(),
+            parts=[],
+        )
 
     def run(self, parts: Sequence[Part]) -> bool:
         """Whether all went well."""
@@ -385,10 +388,10 @@ class Suite:
         return done
 
     def write(self) -> None:
+        from hal_cuda.facts import write
+
         self.record["seconds"] = round(time.monotonic() - self.began, 1)
-        draft = self.json.with_suffix(".tmp")
-        draft.write_text(json.dumps(self.record, indent=1) + "\n")
-        draft.replace(self.json)
+        write(self.json, self.record)
         self.text.write_text(table(self.record) + "\n")
 
 

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -67,24 +64,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if not _facts:
         return
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()
-    record = {
-        "what": "tests/cuda",
-        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "machine": f"{gpus()} x {_facts['gpu']}",
-        "driver": driver[0] if driver else "",
-        "nccl": _facts["nccl"],
-        "commit": os.environ.get("HAL_COMMIT", ""),
-        "command": "pytest " + " ".join(session.config.invocation_params.args),
-        "passed": sum(outcome == "passed" for outcome in _outcomes.values()),
-        "failed": sorted(name for name, outcome in _outcomes.items() if outcome == "failed"),
-        "tests": sorted(_outcomes),
-    }
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    from hal_cuda.facts import write_record
+
     name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
-    (RESULTS / f"{name}-cuda-tests.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(
+        RESULTS / f"{name}-cuda-tests.json",
+        "tests marked cuda",
+        _facts,
+        gpus(),
+        "pytest " + " ".join(session.config.invocation_params.args),
+        passed=sum(outcome == "passed" for outcome in _outcomes.values()),
+        failed=sorted(name for name, outcome in _outcomes.items() if outcome == "failed"),
+        tests=sorted(_outcomes),
+    )
