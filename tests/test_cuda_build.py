@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 from hal_cuda import SPEC, build, nccl
 from hal_cuda.layout import layout, payload_bytes
-from hal_cuda.native import CombineArgs, DispatchArgs, Ep, Error, Litmus, LitmusOp, Op
+from hal_cuda.native import (
+    CombineArgs,
+    DispatchArgs,
+    Ep,
+    Error,
+    Gin,
+    GinNeeds,
+    GinProperties,
+    Litmus,
+    LitmusOp,
+    Op,
+    Properties,
+)  # fmt: skip
 from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate, fraction_sent, tuning
 from hal_cuda.slots import Slots
 
@@ -29,8 +41,8 @@ def test_every_source_compiles(tmp_path):
         found.include for found in nccl.installed() if found.include is not None and found.version >= nccl.MINIMUM
     ]
     files = sorted((sources / "src").glob("*.cu"))
-    if not headers:  # only the runtime includes NCCL's headers
-        files = [file for file in files if file.name != "nccl_runtime.cu"]
+    if not headers:  # GIN's device code is NCCL's
+        files = [file for file in files if "nccl" not in file.name and "gin" not in file.name]
     places = ["-I", str(sources / "include"), *(part for path in headers[:1] for part in ("-isystem", str(path)))]
     for file in files:
         command = [compiler, *build.FLAGS, "-gencode=arch=compute_90,code=sm_90", *places, "-c", str(file)]
@@ -40,8 +52,11 @@ def test_every_source_compiles(tmp_path):
 
 def test_structures_are_those_of_the_header(tmp_path):
     """Sizes as a C compiler sees them."""
-    names = {"ep": Ep, "dispatch_args": DispatchArgs, "combine_args": CombineArgs, "error": Error, "op": Op}
-    names |= {"litmus_op": LitmusOp, "litmus": Litmus}
+    names = {
+        "ep": Ep, "dispatch_args": DispatchArgs, "combine_args": CombineArgs, "error": Error, "op": Op, "gin": Gin,
+        "gin_needs": GinNeeds, "gin_properties": GinProperties, "properties": Properties,
+        "litmus_op": LitmusOp, "litmus": Litmus,
+    }  # fmt: skip
     text = '#include "hal_cuda.h"\n#include <stdio.h>\nint main(void) {\n'
     text += "".join(f'printf("%zu\\n", sizeof(hal_cuda_{name}));\n' for name in names) + "return 0; }\n"
     (tmp_path / "sizes.c").write_text(text)

@@ -23,5 +23,10 @@ def _plan_hosts(hosts: int, ranks: int, transport: str | None) -> HostPlan | Non
 
 
 SPEC = BackendSpec(
-    "cuda", probe, _load, "lsa", "NVIDIA GPUs of one NVLink domain, through NCCL's device API", plan_hosts=_plan_hosts
+    "cuda",
+    probe,
+    _load,
+    "lsa",
+    "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them",
+    plan_hosts=_plan_hosts,
 )

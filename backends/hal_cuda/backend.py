@@ -13,6 +13,7 @@ from hal.config import ExpertParallelSpec, HalConfig
 from hal.errors import BackendUnavailable, ContractError, HalError
 from hal.sizing import Part
 from hal_cuda import native
+from hal_cuda.gin_session import Gin, GinSession
 from hal_cuda.session import CudaSession
 
 if TYPE_CHECKING:
@@ -27,9 +28,16 @@ class CudaBackend:
     name = "cuda"
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
-        """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ)."""
-        if config.transport not in (None, "lsa"):
-            raise ContractError(f"transport={config.transport!r}: backend 'cuda' has one transport, 'lsa' (NVLink)")
+        """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ).
+
+        Transport ``lsa``: NVLink only. ``gin``: NVLink inside each domain, GIN between them. Unset: ``lsa`` if one domain
+        spans the run, else ``gin``.
+        """
+        if config.transport not in (None, "lsa", "gin"):
+            raise ContractError(
+                f"transport={config.transport!r}: backend 'cuda' has the transports 'lsa' (one NVLink domain) and 'gin' "
+                "(several)"
+            )
         library = native.load()
         devices = int(library.value("device_count", c_int))
         if devices < 1:
@@ -42,13 +50,7 @@ class CudaBackend:
         comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
         properties = native.Properties()
         library.comm_properties(comm, ctypes.byref(properties))
-        if properties.lsa_size != bootstrap.world_size:
-            library.comm_destroy(comm, 0)
-            raise HalError(
-                f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink, and "
-                f"{gin(properties)}: run within one NVLink domain"
-            )
-        return CudaSession(library, comm, properties, config, bootstrap)
+        return session(library, comm, properties, config, bootstrap)
 
     def why_not_play(self, program: Program) -> str:
         """See :class:`hal.backend.Backend`."""
@@ -64,7 +66,31 @@ class CudaBackend:
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
 
 
-def gin(properties: native.Properties) -> str:
-    """What NCCL can do beyond NVLink here, in words."""
-    kinds = {0: "NCCL has no GIN here (no RDMA NIC), so rail and world operations cannot leave it"}
-    return kinds.get(properties.gin_type, f"GIN of type {properties.gin_type} is not used by this backend yet")
+def session(
+    library: native.Library, comm: int, properties: native.Properties, config: HalConfig, bootstrap: Bootstrap
+) -> Session:
+    """Collective. The session of the transport that was asked for; the communicator goes if there is none."""
+    one_domain = properties.lsa_size == bootstrap.world_size
+    try:
+        if config.transport == "lsa" and not one_domain:
+            raise HalError(
+                f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink: use "
+                f"transport=gin, or run within one NVLink domain; {gin_in_words(properties)}"
+            )
+        if config.transport == "lsa" or (one_domain and config.transport is None):
+            return CudaSession(library, comm, properties, config, bootstrap)
+        gin = Gin(library, comm, config, bootstrap)
+        return GinSession(library, comm, properties, config, bootstrap, gin)
+    except HalError:
+        library.raw_comm_destroy(comm, 0)
+        raise
+
+
+def gin_in_words(properties: native.Properties) -> str:
+    """What NCCL can do beyond NVLink here."""
+    if properties.gin_type:
+        return f"NCCL has GIN here, of type {native.GIN_TYPES.get(properties.gin_type, properties.gin_type)}"
+    if properties.rail_type:
+        kind = native.GIN_TYPES.get(properties.rail_type, properties.rail_type)
+        return f"NCCL has GIN here, of type {kind}, on the rails only"
+    return "NCCL has no GIN here (no RDMA NIC), so nothing leaves the NVLink domain"

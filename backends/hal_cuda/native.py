@@ -13,7 +13,7 @@ from hal_cuda import build, nccl
 
 ABI = 1
 SEND, RECV = 1, 2
-PUT, SIGNAL, WAIT, QUIET = range(4)
+PUT, SIGNAL, WAIT, QUIET, PUT_VALUE, ARRIVE, AWAIT = range(7)
 MAX_OPS = 48
 TIMEOUT, BAD_INPUT, MIXED_HANDLES = 1, 2, 3
 BAD_ID, BAD_DUPLICATE = 1, 2
@@ -28,6 +28,8 @@ STAGES = (
     "combine rows read",
     "wait",
     "barrier",
+    "sources read by the network",
+    "arrival at the peer",
 )
 STAMPED_STAGES = (2, 3, 5)
 """Stages whose words carry the round in their upper half."""
@@ -89,7 +91,24 @@ Litmus: Any = _structure(
     (c_int32 * 8, "rank_of_thread"),
     (c_int32, "ops_count registers ranks rank threads first_thread queues network"),
 )
-Op: Any = _structure("Op", (c_int32, "kind peer order signal_op stage queue"), (c_uint64, "address source bytes value"))
+Op: Any = _structure(
+    "Op",
+    (c_int32, "kind peer order signal_op stage queue"),
+    (c_uint64, "address source bytes value window source_window"),
+    (c_int32, "network source_only"),
+)
+Gin: Any = _structure(
+    "Gin",
+    (c_uint64, "comm window words peers peer_stride state"),
+    (c_int32, "world rank lsa_size lsa_rank queues signals strong rail slots unused"),
+)
+GinNeeds: Any = _structure("GinNeeds", (c_int32, "queues signals strong traffic_class slots"))
+GinProperties: Any = _structure(
+    "GinProperties",
+    (c_int32, "type connection contexts connections signals strong va_signals traffic_class lsa_size rail_size"),
+)
+GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI"}
+GIN_CONNECTIONS = {1: "full", 2: "rail"}
 
 
 class Properties(ctypes.Structure):
@@ -101,6 +120,7 @@ class Properties(ctypes.Structure):
             for name in ["world", "rank", "lsa_size", "lsa_rank", "gin_type", "device", "nccl_version", "sms"]
         ),
         ("gpu", c_char * 64),
+        ("rail_type", c_int32),
     )
 
 
@@ -111,6 +131,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "comm_adopt": (c_void_p, c_int, POINTER(c_void_p)),
     "comm_properties": (c_void_p, c_void_p),
     "comm_destroy": (c_void_p, c_int),
+    "gin_create": (c_void_p, c_void_p, c_void_p, c_void_p),
     "window_create": (c_void_p, c_uint64, c_void_p),
     "window_destroy": (c_void_p, c_void_p),
     "dispatch": (c_void_p, c_void_p, c_uint64),
@@ -118,6 +139,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
     "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "play": (c_void_p, c_void_p, c_void_p, c_uint64),
+    "gin_ops": (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "device_count": (POINTER(c_int),),
     "malloc": (c_int, c_uint64, c_uint64, POINTER(c_uint64)),
     "free": (c_int, c_uint64, c_uint64),

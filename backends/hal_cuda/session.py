@@ -29,10 +29,11 @@ _CLOSE_SECONDS = 1.0
 
 
 class SymmetricMemory:
-    """A window on this rank; freed by the session, and not before the last array that views it is gone."""
+    """A window on this rank; freed by the session, and not before the last array that views it is gone. ``domain``: the
+    ranks of this rank's NVLink domain, whose parts have addresses here."""
 
-    def __init__(self, library: native.Library, comm: int, nbytes: int) -> None:
-        self._library, self._comm = library, comm
+    def __init__(self, library: native.Library, comm: int, nbytes: int, domain: range) -> None:
+        self._library, self._comm, self._domain = library, comm, domain
         self.record: Any = native.Window()
         library.window_create(comm, max(nbytes, 16), byref(self.record))
         self.ptr, self.nbytes = int(self.record.ptr), nbytes
@@ -41,7 +42,7 @@ class SymmetricMemory:
         """An engine's arrays still view it: it goes with the process."""
 
     def at(self, peer: int, offset: int) -> int:
-        return int(self.record.peers + peer * self.record.peer_stride + offset)
+        return int(self.record.peers + self._domain.index(peer) * self.record.peer_stride + offset)
 
     @property
     def in_use(self) -> bool:
@@ -77,6 +78,9 @@ class CudaSession:
         self.device = int(properties.device)
         self.properties, self.config, self.library = properties, config, library
         self._comm, self._bootstrap = comm, bootstrap
+        size = int(properties.lsa_size)
+        self.domain = range(self.rank // size * size, self.rank // size * size + size)
+        """Ranks of this rank's NVLink domain."""
         self._windows: dict[int, SymmetricMemory] = {}
         self._retired: list[SymmetricMemory] = []
         self._next = 0
@@ -85,7 +89,7 @@ class CudaSession:
         self._barriers = [0] * self.world_size
         self.stream = int(library.value("stream_create", c_uint64, self.device))
         # Signal slots, one barrier slot for each peer, and the word that ends every wait, each on a line of its own.
-        self.control = SymmetricMemory(library, comm, (config.signal_slots + self.world_size + 1) * _LINE)
+        self.control = self._symmetric((config.signal_slots + self.world_size + 1) * _LINE)
         self.faults = Faults(library, self.device)
         self._ep = native.Ep(device=self.device, error=self.faults.address, abort=self.abort_word(self.rank))
         self._ops = (native.Op * native.MAX_OPS)()
@@ -93,13 +97,18 @@ class CudaSession:
         self._result, self._result_address = _pinned_word(library, self.device)
         bootstrap.barrier()
 
+    @property
+    def _abort_offset(self) -> int:
+        return (self.config.signal_slots + self.world_size) * _LINE
+
     def abort_word(self, peer: int) -> int:
-        return self.control.at(peer, (self.config.signal_slots + self.world_size) * _LINE)
+        """Address of the word that ends every wait of ``peer``, a rank of this rank's NVLink domain."""
+        return self.control.at(peer, self._abort_offset)
 
     # --- windows -------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        memory = SymmetricMemory(self.library, self._comm, nbytes)
+        memory = self._symmetric(nbytes)
         identity = self._next
         self._next += 1
         self._windows[identity] = memory
@@ -122,9 +131,12 @@ class CudaSession:
 
     def memory(self, nbytes: int) -> SymmetricMemory:
         """Collective. A window of an engine."""
-        memory = SymmetricMemory(self.library, self._comm, nbytes)
+        memory = self._symmetric(nbytes)
         self._bootstrap.barrier()
         return memory
+
+    def _symmetric(self, nbytes: int) -> SymmetricMemory:
+        return SymmetricMemory(self.library, self._comm, nbytes, self.domain)
 
     # --- words ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +222,7 @@ class CudaSession:
     def _end_waits(self, value: int) -> None:
         with suppress(HalError):
             word = self._staging.word(value)
-            for peer in range(self.world_size):
+            for peer in self.domain:
                 if peer != self.rank:
                     self.library.copy(self.device, self.abort_word(peer), word, 8, self.stream)
             self.library.stream_sync(self.device, self.stream)
@@ -230,12 +242,15 @@ class CudaSession:
             engine.close()
         with suppress(HalError):
             if not self._failed:
-                for memory in [*self._windows.values(), *self._retired, self.control]:
+                for memory in self._memories():
                     if not memory.in_use:
                         memory.destroy()
             self.library.comm_destroy(self._comm, int(self._failed))
             self.library.stream_destroy(self.device, self.stream)
         self.faults.close()
+
+    def _memories(self) -> list[SymmetricMemory]:
+        return [*self._windows.values(), *self._retired, self.control]
 
 
 def _op(kind: int, peer: int, queue: int, order: Order, **fields: int) -> Any:

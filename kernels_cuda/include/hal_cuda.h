@@ -64,10 +64,10 @@ typedef struct hal_cuda_ep {
 /* GIN as kernels see it (kernels_cuda/src/gin.cuh): what leads to ranks outside this rank's NVLink domain. */
 typedef struct hal_cuda_gin {
     uint64_t comm;               /* device address of NCCL's device communicator; 0 = no GIN here */
-    uint64_t window;             /* ncclWindow_t of HAL's own words, hal_cuda_gin_bytes() of them */
+    uint64_t window;             /* ncclWindow_t of HAL's own words (struct Words) */
     uint64_t words;              /* where they are on this rank */
     uint64_t peers, peer_stride; /* the same of lsa_rank 0 of this NVLink domain; lsa_rank i's are i * peer_stride on */
-    uint64_t state; /* this rank's counters, device memory, hal_cuda_gin_state_bytes(), zeroed at the start */
+    uint64_t state;              /* this rank's counters (struct Counts), device memory, zeroed at the start */
     int32_t world, rank, lsa_size, lsa_rank; /* rank r is in the NVLink domain r / lsa_size */
     int32_t queues, signals;                 /* contexts; indexed signals of each */
     int32_t strong;                          /* the transport has strong signals (profile gin); else gin-weak */

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's connection to ranks of other NVLink domains: NVLink inside this rank's own, GIN to the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Any
+
+from hal.arrays import Buffer
+from hal.bootstrap import Bootstrap
+from hal.config import HalConfig
+from hal.errors import BackendUnavailable, ContractError, HalError
+from hal.ordering import Order, QuietScope, SignalOp, profile
+from hal_cuda import native
+from hal_cuda.session import CudaSession, SymmetricMemory, _op
+
+SIGNALS = "HAL_CUDA_GIN_SIGNALS"
+"""``auto``: strong signals where the network has them. ``weak``: do without (profile gin-weak), to try such a network."""
+TRAFFIC_CLASS = "HAL_CUDA_GIN_TRAFFIC_CLASS"
+"""A number for the network's packets; unset = NCCL's own choice."""
+KERNEL_SIGNALS = 64
+"""Indexed signals of each queue that kernels may use."""
+_OUTBOX = 4 << 20
+"""Bytes that wait for the network to read them; longer puts go in parts of this size."""
+_UNREAD = 16
+"""Posts to one (queue, peer) until the network must have read them: below any queue's depth, so no post waits for room."""
+_NCCL_CHOOSES = -(1 << 31)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What GIN is here, in words."""
+
+    gin_type: str
+    """none, proxy, GDAKI or GPI."""
+    connection: str
+    """full: every rank can be reached. rail: those with the same place in their NVLink domain."""
+    queues: int
+    strong_signals: bool
+    va_signals: bool
+    """Signals may be words of windows."""
+    traffic_class: int | None
+    lsa_size: int
+    rail_size: int
+
+
+class Gin:
+    """GIN of one NCCL communicator: its description for kernels, and what it can do."""
+
+    def __init__(self, library: native.Library, comm: int, config: HalConfig, bootstrap: Bootstrap) -> None:
+        """Collective, before the first window. BackendUnavailable says why where there is none."""
+        wanted = {SIGNALS: os.environ.get(SIGNALS, "auto"), TRAFFIC_CLASS: os.environ.get(TRAFFIC_CLASS, "")}
+        bootstrap.agree("settings of GIN", wanted)
+        needs = native.GinNeeds(
+            queues=config.queues,
+            signals=KERNEL_SIGNALS,
+            strong=int(_choice(wanted[SIGNALS]) == "auto"),
+            traffic_class=_traffic_class(wanted[TRAFFIC_CLASS]),
+            slots=config.signal_slots,
+        )
+        self.record: Any = native.Gin()
+        got = native.GinProperties()
+        if library.raw_gin_create(comm, byref(needs), byref(self.record), byref(got)) != 0:
+            raise BackendUnavailable("cuda", library.reason(), "use transport=lsa on ranks of one NVLink domain")
+        self.capabilities = Capabilities(
+            native.GIN_TYPES.get(got.type, str(got.type)),
+            native.GIN_CONNECTIONS[got.connection],
+            int(got.contexts),
+            bool(got.strong),
+            bool(got.va_signals),
+            None if got.traffic_class == _NCCL_CHOOSES else int(got.traffic_class),
+            int(got.lsa_size),
+            int(got.rail_size),
+        )
+
+
+class GinSession(CudaSession):
+    """See :class:`hal.backend.Session`. To ranks of other domains relaxed operations are only posted: what the profile
+    (gin, or gin-weak where the network has no strong signals) allows can be seen."""
+
+    def __init__(
+        self,
+        library: native.Library,
+        comm: int,
+        properties: native.Properties,
+        config: HalConfig,
+        bootstrap: Bootstrap,
+        gin: Gin,
+    ) -> None:
+        self.gin, self.capabilities = gin.record, gin.capabilities
+        super().__init__(library, comm, properties, config, bootstrap)
+        self.profile = profile("gin" if gin.capabilities.strong_signals else "gin-weak")
+        self._outbox = self.memory(_OUTBOX)
+        self._outbox_end = 0
+        self._unread: dict[tuple[int, int], int] = {}
+        """Posts to each (queue, peer) since its sources were last known to be read."""
+
+    # --- words ---------------------------------------------------------------------------------------------------
+
+    def put(self, window: int, dst_offset: int, src: Buffer, peer: int, queue: int, order: Order) -> None:
+        if peer in self.domain:
+            super().put(window, dst_offset, src, peer, queue, order)
+            return
+        target = self._windows[window]
+        if order is Order.STRONG and src.nbytes:
+            self._check_reach(peer)
+            self._run([_op(native.QUIET, peer, queue, order)])
+            order = Order.RELAXED
+        for start in range(0, src.nbytes, _OUTBOX):
+            nbytes = min(src.nbytes - start, _OUTBOX)
+            source_window, source = self._source(src, start, nbytes)
+            self._post(
+                native.PUT, peer, queue, order, address=dst_offset + start, window=target.record.handle, bytes=nbytes,
+                source=source, source_window=source_window,
+            )  # fmt: skip
+
+    def signal(self, slot: int, peer: int, value: int, op: SignalOp, queue: int, order: Order) -> None:
+        self._post(native.SIGNAL, peer, queue, order, address=slot, value=value, signal_op=int(op))
+
+    def quiet(self, queue: int, peer: int | None, scope: QuietScope) -> None:
+        if scope is QuietScope.SOURCE:
+            self._flush([queue])
+            return
+        if peer is not None and peer not in self.domain:
+            self._check_reach(peer)
+        self._run([_op(native.QUIET, -1 if peer is None else peer, queue, Order.STRONG)])
+
+    def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None:
+        outside = [rank for rank in ranks if rank not in self.domain]
+        if all(self._reaches(rank) for rank in outside):
+            self._meet(ranks, complete, timeout)
+            return
+        if len(ranks) != self.world_size:
+            raise ContractError(
+                f"a barrier of ranks {list(ranks)} needs GIN between all of them, and GIN reaches only the rail here; use "
+                "the teams world, lsa or rail"
+            )
+        # Over the rails: what a rank put before is at its rail's ranks, and these tell their neighbours.
+        self._meet(self.domain, True, timeout)
+        self._meet([rank for rank in ranks if self._reaches(rank)], complete, timeout)
+        self._meet(self.domain, True, timeout)
+
+    def _meet(self, ranks: Iterable[int], complete: bool, timeout: float) -> None:
+        others = [rank for rank in ranks if rank != self.rank]
+        order = Order.STRONG if complete else Order.RELAXED
+        if complete and not self.capabilities.strong_signals and any(rank not in self.domain for rank in others):
+            for queue in range(self.queues):  # all peers of a queue at once, before one after the other
+                self._run([_op(native.QUIET, -1, queue, order)], timeout)
+        for kind in (native.ARRIVE, native.AWAIT):
+            for start in range(0, len(others), native.MAX_OPS):
+                some = others[start : start + native.MAX_OPS]
+                self._run([_op(kind, peer, 0, order, stage=native.STAGE_BARRIER) for peer in some], timeout)
+
+    def _wait(self, offset: int, at_least: int, timeout: float, source: int, stage: int) -> int:
+        self._run([_op(native.WAIT, source, 0, Order.STRONG, address=offset, value=at_least, stage=stage)], timeout)
+        return int(self._result.value)
+
+    def read_signal(self, slot: int) -> int:
+        return self._wait(slot, 0, self.config.timeout, -1, native.STAGE_WAIT)
+
+    def wait(self, slot: int, at_least: int, timeout: float, source: int | None) -> int:
+        return self._wait(slot, at_least, timeout, -1 if source is None else source, native.STAGE_WAIT)
+
+    # --- posting -------------------------------------------------------------------------------------------------
+
+    def _reaches(self, peer: int) -> bool:
+        size = len(self.domain)
+        return peer in self.domain or self.capabilities.connection == "full" or peer % size == self.rank % size
+
+    def _check_reach(self, peer: int) -> None:
+        if not self._reaches(peer):
+            raise ContractError(
+                f"rank {self.rank} cannot reach rank {peer}: GIN has rail connections here, to the ranks with the same "
+                "place in their NVLink domain; go through that rank's neighbour on this rail (team 'rail', then 'lsa')"
+            )
+
+    def _post(self, kind: int, peer: int, queue: int, order: Order, **fields: int) -> None:
+        self._check_reach(peer)
+        if peer not in self.domain:
+            posted = self._unread.get((queue, peer), 0)
+            if posted >= _UNREAD:
+                self._flush([queue])
+                posted = 0
+            self._unread[queue, peer] = posted + 1
+        self._run([_op(kind, peer, queue, order, network=1, **fields)])
+
+    def _flush(self, queues: Iterable[int]) -> None:
+        for queue in queues:
+            self._run([_op(native.QUIET, -1, queue, Order.STRONG, source_only=1)])
+            for key in [key for key in self._unread if key[0] == queue]:
+                del self._unread[key]
+
+    def _source(self, src: Buffer, start: int, nbytes: int) -> tuple[int, int]:
+        """(window, offset) of the bytes: where they are if that is a window, else a copy in the outbox."""
+        address = src.ptr + start
+        for memory in self._windows.values():
+            if memory.ptr <= address and address + nbytes <= memory.ptr + memory.nbytes:
+                return int(memory.record.handle), address - memory.ptr
+        begin = -(-self._outbox_end // 16) * 16
+        if begin + nbytes > _OUTBOX:
+            self._flush({queue for queue, _ in self._unread})
+            begin = 0
+        self._outbox_end = begin + nbytes
+        self.library.copy(self.device, self._outbox.ptr + begin, address, nbytes, self.stream)
+        # The source may change when this returns, whatever kind of memory it is.
+        self.library.stream_sync(self.device, self.stream)
+        return int(self._outbox.record.handle), begin
+
+    def _run(self, ops: Sequence[Any], timeout: float | None = None) -> None:
+        if all(op.kind == native.PUT and not op.network for op in ops):
+            super()._run(ops, timeout)
+            return
+        seconds = self.config.timeout if timeout is None else timeout
+        for i, op in enumerate(ops):
+            self._ops[i] = op
+        nanoseconds = max(int(seconds * 1e9), 1)
+        self.library.gin_ops(
+            byref(self._ep), byref(self.gin), self._ops, len(ops), nanoseconds, self._result_address, self.stream
+        )
+        self.library.stream_sync(self.device, self.stream)
+        self.check(seconds)
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    def _end_waits(self, value: int) -> None:
+        super()._end_waits(value)
+        if not self._failed:  # nobody is told that this rank has gone before what it put is there
+            for queue in range(self.queues):
+                with suppress(HalError):
+                    self._run([_op(native.QUIET, -1, queue, Order.STRONG)])
+        others = [peer for peer in range(self.world_size) if peer not in self.domain and self._reaches(peer)]
+        word = {"address": self._abort_offset, "window": self.control.record.handle, "value": value}
+        ops = [_op(native.PUT_VALUE, peer, 0, Order.RELAXED, network=1, **word) for peer in others]
+        for start in range(0, len(ops), native.MAX_OPS):
+            with suppress(HalError):  # after a failure every call reports it again, and has posted all the same
+                self._run(ops[start : start + native.MAX_OPS])
+        with suppress(HalError):
+            self._run([_op(native.QUIET, -1, 0, Order.STRONG)])
+
+    def _memories(self) -> list[SymmetricMemory]:
+        return [*super()._memories(), self._outbox]
+
+
+def _choice(text: str) -> str:
+    if text not in ("auto", "weak"):
+        raise ContractError(f"{SIGNALS} is {text!r}; choose one of: auto, weak")
+    return text
+
+
+def _traffic_class(text: str) -> int:
+    if not text:
+        return _NCCL_CHOOSES
+    if not text.isdigit():
+        raise ContractError(f"{TRAFFIC_CLASS} is {text!r}; it must be a number, or unset for NCCL's own choice")
+    return int(text)
