@@ -45,7 +45,7 @@ def why_not_play(program: Program) -> str:
 
 def play(session: CudaSession, program: Program, repetitions: int, seed: int) -> list[dict[tuple[int, str], int]]:
     """Collective. The registers of this rank's threads, for each repetition, by (rank, name)."""
-    why = _refusal(session.profile, program)
+    why = _refusal(session, program)
     if why:
         raise ContractError(f"{program.name} cannot be played on {session.profile.name}: {why}")
     code = Code(program, session.profile)
@@ -146,16 +146,14 @@ class Code:
         first, _ = self._first[slot.window, slot.index]
         return first + self._writers[slot.window, slot.index].index((number, queue))
 
-    def _signallers(self, slot: Place, rank: int) -> Iterator[int]:
+    def _signallers(self, place: Place, rank: int) -> Iterator[int]:
         """Ranks that signal or put to a place of ``rank``."""
-        for thread in self.program.threads:
-            for i in thread.body:
-                written = [] if not isinstance(i, Put | Signal) else [i.slot] if isinstance(i, Signal) else [i.dst]
-                written += [i.own.slot] if isinstance(i, Put) and i.own is not None else []
-                for place in written:
-                    here = place.window == slot.window and place.index <= slot.index < place.index + place.count
-                    if here and isinstance(i, Put | Signal) and i.peer == rank:
-                        yield thread.rank
+        for number, i in _all(self.program):
+            if not isinstance(i, Put | Signal) or i.peer != rank:
+                continue
+            written = [slot for slot, _, _ in _signals(i)] + ([i.dst] if isinstance(i, Put) else [])
+            if any(w.window == place.window and w.index <= place.index < w.index + w.count for w in written):
+                yield self.program.threads[number].rank
 
     def _network(self, queue: int) -> int:
         names = self.program.queue_names
@@ -205,7 +203,8 @@ class _Play:
                 device=session.device, rank=session.rank, error=session.faults.address,
                 abort=session.abort_word(session.rank), timeout_ns=int(session.config.timeout * 1e9),
             )  # fmt: skip
-            library.play(ctypes.byref(ep), ctypes.byref(session.gin), ctypes.byref(run), session.stream)
+            gin = getattr(session, "gin", None) or native.Gin()  # of NVLink alone: none
+            library.play(ctypes.byref(ep), ctypes.byref(gin), ctypes.byref(run), session.stream)
             library.stream_sync(session.device, session.stream)
             session.check(session.config.timeout)
             if found.nbytes:
@@ -236,15 +235,23 @@ class _Play:
         for i, rank in enumerate(ranks):
             run.rank_of_thread[i] = rank
         for rank in range(program.ranks):
-            run.peer[rank] = self.memory.at(rank, 0) if session.reaches(rank) else 0
+            run.peer[rank] = self.memory.at(rank, 0) if rank in session.domain else 0
         return run
 
 
-def _refusal(profile: OrderingProfile, program: Program) -> str:
+def _refusal(session: CudaSession, program: Program) -> str:
+    """Why it cannot be played on this transport: the same on every rank."""
     why = why_not_play(program)
     if why:
         return why
-    if "signal.strong" in profile.built:  # a strong signal completes its queue first
+    capabilities = getattr(session, "capabilities", None)
+    if capabilities is not None and capabilities.connection != "full" and capabilities.lsa_size > 1:
+        return "GIN has rail connections here, and every rank of a program meets every other"
+    if session.queues <= program.queues:
+        return (
+            f"it needs {program.queues + 1} queues (its own and one for the player), and `queues` is {session.queues}"
+        )
+    if "signal.strong" in session.profile.built:  # a strong signal completes its queue first
         for rank, queue in _shared_queues(program):
             return f"two threads of rank {rank} share queue {queue}, and a strong signal completes it here"
     first: dict[int, list[int]] = {}
@@ -260,26 +267,27 @@ def _writers(program: Program) -> dict[tuple[str, int], list[tuple[int, int]]]:
     """Slot: the (thread, queue) that signal it, on any rank. Each gets a line of its own."""
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for number, instruction in _all(program):
-        for place in _signalled(instruction):
-            writer = (number, instruction.queue)  # type: ignore[union-attr]
-            known = found.setdefault((place.window, place.index), [])
-            if writer not in known:
-                known.append(writer)
+        for slot, queue, _ in _signals(instruction):
+            known = found.setdefault((slot.window, slot.index), [])
+            if (number, queue) not in known:
+                known.append((number, queue))
     return found
 
 
 def _sets(program: Program, slot: tuple[str, int]) -> Iterator[bool]:
-    for _, i in _all(program):
-        if isinstance(i, Signal) and (i.slot.window, i.slot.index) == slot:
-            yield i.op is SignalOp.SET
-        if isinstance(i, Put) and i.own is not None and (i.own.slot.window, i.own.slot.index) == slot:
-            yield i.own.op is SignalOp.SET
+    for _, instruction in _all(program):
+        for place, _, how in _signals(instruction):
+            if (place.window, place.index) == slot:
+                yield how is SignalOp.SET
 
 
-def _signalled(instruction: Instruction) -> Sequence[Place]:
+def _signals(instruction: Instruction) -> Sequence[tuple[Place, int, SignalOp]]:
+    """(slot, queue, add or set) of what an instruction signals."""
     if isinstance(instruction, Signal):
-        return (instruction.slot,)
-    return (instruction.own.slot,) if isinstance(instruction, Put) and instruction.own is not None else ()
+        return ((instruction.slot, instruction.queue, instruction.op),)
+    if isinstance(instruction, Put) and instruction.own is not None:
+        return ((instruction.own.slot, instruction.queue, instruction.own.op),)
+    return ()
 
 
 def _all(program: Program) -> Iterator[tuple[int, Instruction]]:

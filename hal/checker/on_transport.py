@@ -123,10 +123,11 @@ def run_all(
         else:
             runnable.setdefault(-(-program.ranks // hosts) * hosts, []).append(program)
     transport = settings.pop("transport", None)
+    played = hasattr(known_backend(backend).load(), "why_not_play")
     for ranks, equal in sorted(runnable.items()):
         for start in range(0, len(equal), _TOGETHER):
             some = equal[start : start + _TOGETHER]
-            slots = sum(_signal_slots(p, n) for p in some)
+            slots = 0 if played else sum(_signal_slots(p, n) for p in some)
             full = Settings(
                 backend=BackendConfig(backend),
                 transport=TransportConfig(transport),
