@@ -203,3 +203,73 @@ def test_what_the_benchmark_expects_is_what_the_reference_says(layout: str, node
         used = weights[rank] if layout == "expert" else None
         mine = expected_sum(torch, x[rank], idx[rank], used, ranks=4, local_experts=4, nodes=nodes, home=rank)
         assert numpy(mine).tobytes() == np.ascontiguousarray(sums[rank]).tobytes()
+
+
+def shaped(ranks: int, tokens: int, **changes: Any) -> dict[str, Any]:
+    row = {
+        "case": "pair",
+        "ranks": ranks,
+        "hosts": 1,
+        "tokens": tokens,
+        "dtype": "bfloat16",
+        "layout": "rank",
+        "skew": 0.0,
+    }
+    times = {
+        "pair_us": {"median": 2.0 * tokens},
+        "dispatch_us": {"median": 1.0 * tokens},
+        "link_GBs": 300.0,
+        "wrong": 0,
+    }
+    return {**row, **times, **changes}
+
+
+def recorded(ranks: int, *rows: dict[str, Any]) -> dict[str, Any]:
+    step = {"command": "x", "status": "passed", "shape": {}, "rows": list(rows)}
+    head = {
+        "what": "w",
+        "machine": f"{ranks} x GPU",
+        "date": "2026-01-01 00:00:00 UTC",
+        "commit": "c",
+        "driver": "",
+        "nccl": 0,
+    }
+    return {
+        **head,
+        "ranks": ranks,
+        "parts": [{"part": "benchmark", "status": "passed", "seconds": 1.0, "steps": [step]}],
+    }
+
+
+def test_numbers_of_gpus_are_drawn_side_by_side_and_made_up_times_are_not(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from plot_gpu_suite import draw, series
+
+    records = [
+        recorded(2, shaped(2, 128), shaped(2, 4096), shaped(2, 128, note="emulated: no time at all")),
+        recorded(8, shaped(8, 128), shaped(8, 128, dtype="float8_e4m3fn"), shaped(8, 128, skew=2.0)),
+    ]
+    found = series(records, "rank", "pair", "pair_us", 0.0)
+    assert found == {(2, "bfloat16"): [(128, 256.0), (4096, 8192.0)], (8, "bfloat16"): [(128, 256.0)],
+                     (8, "float8_e4m3fn"): [(128, 256.0)]}  # fmt: skip
+    assert draw(records, tmp_path / "ep.svg") == 3 * 4
+    assert "EP8 bfloat16, skewed" in (tmp_path / "ep.svg").read_text()
+
+
+def test_the_table_shows_shapes_and_what_went_wrong() -> None:
+    record = recorded(
+        2, shaped(2, 4096, wrong=3), {"case": "all-gather", "ranks": 2, "tokens": 128, "us": {"median": 9.0}}
+    )
+    record["parts"].append({"part": "litmus", "status": "failed", "seconds": 2.0, "steps": [{
+        "on": "gin", "status": "failed", "last_lines": ["the model forbids"], "programs": [
+            {"program": "mp-flag", "profile": "gin", "outcomes": {"1:r0=0": 3, "1:r0=1": 7}, "bad_seen": 3,
+             "bad_allowed": True, "forbidden": []},
+            {"program": "two-submitters", "not_run": "reason"}]}]})  # fmt: skip
+    record["parts"].append({"part": "memcheck", "status": "skipped", "why": "compute-sanitizer is not on the PATH"})
+    text = gpu_suite.table(record)
+    assert "8192.0     300      3" in text
+    assert "all-gather" in text
+    assert "mp-flag" in text
+    assert "seen 3 of 10" in text
+    assert "failed: the model forbids" in text
+    assert "compute-sanitizer is not on the PATH" in text
