@@ -194,7 +194,13 @@ def test_size_is_what_an_expert_parallel_allocates(backend: list[str]) -> None:
     import hal as package
 
     words = [
-        *backend, "schedule=hierarchical", "topology.nodes=2", "layout=expert", "alignment=8", "workload.hidden=64"]
+        *backend,
+        "schedule=hierarchical",
+        "topology.nodes=2",
+        "layout=expert",
+        "alignment=8",
+        "workload.hidden=64",
+    ]
     told = json.loads(ok("size", "--json", *words))
     assert told["total"] == sum(part["nbytes"] for part in told["parts"])
     assert all(part["formula"] for part in told["parts"])
@@ -289,11 +295,15 @@ def test_bench_sweeps_and_writes_json_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_plot_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_plot_without_matplotlib_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest)
+    )
     assert "moe-hal[plot]" in refused(capsys, "bench", "put", "--plot", "x.png")
 
 

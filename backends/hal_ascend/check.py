@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,13 @@ from hal import reference
 from hal.arrays import as_buffer, to_kind
 from hal.backend import Received
 from hal.bench.inputs import as_rows
+from hal.checker.pictures import Picture
 from hal.config import ExpertParallelSpec, TopologyConfig
 from hal.errors import CapacityError, ContractError, HalError
 from hal_ascend import _engine
 from hal_ascend.engine import ELEMENTS, AscendEngine, ascend_shape, memory_bytes
 from hal_ascend.session import LEAST_RING
+from hal_ascend.trace import picture
 
 CHUNK_BYTES = 64
 BLOCK_BYTES = 512
@@ -88,6 +90,8 @@ class Finding:
 
     seed: int
     text: str
+    picture: Picture | None = field(default=None, compare=False)
+    """The end of the run, as a diagram."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ def check(
     depth = LEAST_RING
     if spec.completion == "strong_signal_no_cqe":
         depth = _smallest_ring(ascend_shape(spec, ranks, nodes))
-    findings, runs, steps = [], 0, 0
+    findings: list[Finding] = []
+    runs = steps = 0
     for seed in seeds:
         first = (0, depth - 20, 2**32 - 20)[seed % 3]
         settings = {"chunk_bytes": chunk, "sq_depth": depth, "cq_depth": 128, "first_index": first, **options}
@@ -140,7 +145,9 @@ def check(
         finally:
             world.close()
         runs, steps = runs + 1, steps + world.world.steps
-        findings += [Finding(seed, problem) for problem in problems[:1]]
+        for problem in problems[:1]:
+            drawn = picture(world.world.recent, ranks, seed, problem)
+            findings.append(Finding(seed, problem, drawn))
     return Report(spec, ranks, nodes, runs, steps, tuple(findings))
 
 

@@ -51,6 +51,10 @@ def _print(args: argparse.Namespace, spec: ExpertParallelSpec, ranks: int, repor
     for finding in report.findings[:1]:
         print(f"  seed {finding.seed}: {' '.join(finding.text.split())}")
         print(f"  replay with: {_replay(args, spec, ranks, finding)}")
+        if finding.picture is not None:
+            print("\n".join(f"  {line}".rstrip() for line in finding.picture.text.splitlines()))
+            if args.svg:
+                args.svg.write_text(finding.picture.svg)
 
 
 def _checker(args: argparse.Namespace) -> Callable[..., Any]:
@@ -59,10 +63,10 @@ def _checker(args: argparse.Namespace) -> Callable[..., Any]:
         raise ContractError(
             f"'{args.what}' is nothing to check: say ep, mutation, or a backend ({', '.join(backends())})"
         )
-    if args.profile or args.faults or args.mutant or args.replay or args.search != "all" or args.svg:
+    if args.profile or args.faults or args.mutant or args.replay or args.search != "all":
         raise ContractError(
             f"hal check {args.what} takes --schedule, --completion, --layout, --ranks, --tokens, --rounds, --seed, --seeds "
-            "and --mutation: its device's own rules stand in for a profile, and a seed is its replay"
+            "--mutation and --svg: its device's own rules stand in for a profile, and a seed is its replay"
         )
     check: Callable[..., Any] | None = getattr(known_backend(args.what).load(), "check_kernels", None)
     if check is None:
