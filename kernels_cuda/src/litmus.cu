@@ -78,7 +78,7 @@ class Player {
             mix(run_.seed ^ mix((static_cast<std::uint64_t>(at_) << 24) ^ (run_.rank << 16) ^ (warp_ << 12) ^ step));
         if (run_.pause_ns == 0 || chance % 10 >= 3) return;
         const std::uint64_t start = nanoseconds(), time = (chance >> 8) % run_.pause_ns;
-        while (nanoseconds() - start < time) load_acquire(own(run_.off_starts));  // an access, so that others run too
+        while (lane_ == 0 && nanoseconds() - start < time) load_relaxed(own(run_.off_starts));
         __syncwarp();
     }
 
