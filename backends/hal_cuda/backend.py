@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
@@ -18,6 +18,7 @@ from hal_cuda.session import CudaSession
 
 if TYPE_CHECKING:
     from hal.checker.program import Program
+    from hal_cuda.check import Report
 
 _UNIQUE_ID_BYTES = 128
 
@@ -26,6 +27,7 @@ class CudaBackend:
     """See :class:`hal.backend.Backend`."""
 
     name = "cuda"
+    completions = ("strong_signal",)
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
         """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ).
@@ -57,6 +59,12 @@ class CudaBackend:
         from hal_cuda.litmus import why_not_play
 
         return why_not_play(program)
+
+    def check_kernels(self, spec: ExpertParallelSpec, ranks: int, nodes: int, **options: Any) -> Report:
+        """See :class:`hal.backend.Backend`."""
+        from hal_cuda.check import check
+
+        return check(spec, ranks, nodes, **options)
 
     def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`."""
