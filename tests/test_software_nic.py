@@ -72,9 +72,17 @@ def test_signal_on_ordinary_memory_may_pass_data_and_on_strict_memory_not() -> N
     assert strict["checked"] == expected_checks(2, 6, 12, 5)
 
 
+def test_a_weak_signal_on_a_window_follows_the_put_that_nccl_split_it_from() -> None:
+    """NCCL's proxy posts a put and its signal on a window's word as two operations; a weak one covers that put."""
+    result = torture("signal=va_weak", "puts=1", "seeds=10", FAULTS="reorder=300us")
+    assert result["broken"] == 0
+    assert result["checked"] == expected_checks(2, 6, 1, 10)
+
+
 @pytest.mark.parametrize(
     "faults",
     [
+        "reorder=1ms,source_early,read=500us",
         "reorder=1ms,source_early,complete=200us",
         "delay=300us,jitter=300us,publish=200us",
         "credits=1,reorder=100us",

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from hal.backend import Backend, BackendSpec, HostPlan
-from hal_cuda.probe import probe
+from collections.abc import Callable
+from typing import Any
+
+from hal.backend import Backend, BackendSpec, HostPlan, TransportSpec
+from hal_cuda.probe import probe, probe_emulator
 
 
 def _load() -> Backend:
@@ -22,6 +25,18 @@ def _plan_hosts(hosts: int, ranks: int, transport: str | None) -> HostPlan | Non
     return plan(hosts, ranks)
 
 
+def _load_nccl() -> Callable[..., Any]:
+    from hal_cuda.backend import connect_nccl
+
+    return connect_nccl
+
+
+def _load_emulated() -> Callable[..., Any]:
+    from hal_cuda.emulated import connect_emulated
+
+    return connect_emulated
+
+
 SPEC = BackendSpec(
     "cuda",
     probe,
@@ -29,4 +44,16 @@ SPEC = BackendSpec(
     "lsa",
     "NVIDIA GPUs, through NCCL's device API: NVLink within a domain, GIN between them",
     plan_hosts=_plan_hosts,
+)
+LSA = TransportSpec("lsa", ("cuda",), probe, _load_nccl, "loads and stores over NVLink (NCCL's LSA team)")
+GIN = TransportSpec(
+    "gin", ("cuda",), probe, _load_nccl, "NVLink within a domain, NCCL's GIN (RDMA from kernels) between domains"
+)
+GIN_EMULATED = TransportSpec(
+    "gin_emulated",
+    ("cuda",),
+    probe_emulator,
+    _load_emulated,
+    "the CUDA kernels on emulated GPUs, on CPUs of one machine",
+    brings_device=True,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining a run: one GPU for each rank, one NCCL communicator over all of them."""
+"""Joining a run by the transport that the settings name; ``lsa`` is one GPU for each rank and one NCCL communicator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
 from hal.config import ExpertParallelSpec, HalConfig
-from hal.errors import BackendUnavailable, ContractError, HalError
+from hal.errors import BackendUnavailable, HalError
+from hal.registry import get_transport
 from hal.sizing import Part
 from hal_cuda import native
 from hal_cuda.gin_session import Gin, GinSession
@@ -30,29 +31,11 @@ class CudaBackend:
     completions = ("strong_signal",)
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
-        """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ).
-
-        Transport ``lsa``: NVLink only. ``gin``: NVLink inside each domain, GIN between them. Unset: ``lsa`` if one domain
-        spans the run, else ``gin``.
-        """
-        if config.transport not in (None, "lsa", "gin"):
-            raise ContractError(
-                f"transport={config.transport!r}: backend 'cuda' has the transports 'lsa' (one NVLink domain) and 'gin' "
-                "(several)"
-            )
-        library = native.load()
-        devices = int(library.value("device_count", c_int))
-        if devices < 1:
-            raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
-        device = bootstrap.rank % devices
-        identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-        if bootstrap.rank == 0:
-            library.unique_id(identity)
-        identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
-        comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
-        properties = native.Properties()
-        library.comm_properties(comm, ctypes.byref(properties))
-        return session(library, comm, properties, config, bootstrap)
+        """Collective. Transport unset: ``lsa`` if one NVLink domain spans the run, else ``gin``."""
+        if config.transport is None:
+            return connect_nccl(config, bootstrap)
+        session: Session = get_transport(config.transport, "cuda").load()(config, bootstrap)
+        return session
 
     def why_not_play(self, program: Program) -> str:
         """See :class:`hal.backend.Backend`."""
@@ -74,10 +57,20 @@ class CudaBackend:
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
 
 
-def session(
-    library: native.Library, comm: int, properties: native.Properties, config: HalConfig, bootstrap: Bootstrap
-) -> Session:
-    """Collective. The session of the transport that was asked for; the communicator goes if there is none."""
+def connect_nccl(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+    """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ)."""
+    library = native.load()
+    devices = int(library.value("device_count", c_int))
+    if devices < 1:
+        raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
+    device = bootstrap.rank % devices
+    identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+    if bootstrap.rank == 0:
+        library.unique_id(identity)
+    identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
+    comm = library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device)
+    properties = native.Properties()
+    library.comm_properties(comm, ctypes.byref(properties))
     one_domain = properties.lsa_size == bootstrap.world_size
     try:
         if config.transport == "lsa" and not one_domain:
@@ -85,7 +78,7 @@ def session(
                 f"{bootstrap.world_size} ranks, but only {properties.lsa_size} of them reach each other over NVLink: use "
                 f"transport=gin, or run within one NVLink domain; {gin_in_words(properties)}"
             )
-        if config.transport == "lsa" or (one_domain and config.transport is None):
+        if one_domain and config.transport != "gin":
             return CudaSession(library, comm, properties, config, bootstrap)
         gin = Gin(library, comm, config, bootstrap)
         return GinSession(library, comm, properties, config, bootstrap, gin)

@@ -26,6 +26,7 @@ CACHE = "HAL_CACHE"
 ARCHITECTURES = "HAL_CUDA_ARCH"
 """Compute capabilities to compile for, as in ``9.0,10.0``; default: those of the GPUs here, or 9.0."""
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror", "-Werror", "all-warnings")
+EMULATED = "libhal_cuda_emulated.so"
 _LIBRARY = "libhal_cuda.so"
 
 
@@ -49,14 +50,21 @@ def nvcc() -> str | None:
 
 def ready(nccl: Nccl) -> Path | None:
     """A compiled library for this NCCL: the wheel's, or the cache's."""
-    shipped = f"libhal_cuda-nccl{nccl.code}.so"
-    for folder in (Path(__file__).resolve().parent, Path(sysconfig.get_path("platlib")) / "hal_cuda"):
-        if (folder / "lib" / shipped).exists():
-            return folder / "lib" / shipped
+    found = shipped(f"libhal_cuda-nccl{nccl.code}.so")
+    if found is not None:
+        return found
     if why_not(nccl) is not None:
         return None
     cached = _folder(nccl) / _LIBRARY
     return cached if cached.exists() else None
+
+
+def shipped(name: str) -> Path | None:
+    """A library that the wheel brought, or the build of an editable installation."""
+    for folder in (Path(__file__).resolve().parent, Path(sysconfig.get_path("platlib")) / "hal_cuda"):
+        if (folder / "lib" / name).exists():
+            return folder / "lib" / name
+    return None
 
 
 def why_not(nccl: Nccl) -> tuple[str, str] | None:

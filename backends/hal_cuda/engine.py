@@ -20,7 +20,7 @@ from hal.arrays import Buffer
 from hal.backend import Received
 from hal.config import ExpertParallelSpec
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
-from hal_cuda import native, sizing
+from hal_cuda import native
 from hal_cuda.faults import Faults, PeerRefused
 from hal_cuda.layout import HandleLayout, Layout, handle_layout, layout
 from hal_cuda.memory import Allocator
@@ -90,13 +90,13 @@ class CudaEngine:
         self._push = pushes(spec, world, session.config.topology.nodes)
         self.place: Layout = layout(spec, world, self._push)
         self.buffer_bytes = self.place.total
-        self.device = f"cuda:{session.device}"
+        self.device = session.device_name
         self._timeout = float(spec.timeout or session.config.timeout)
         self._window = session.memory(self.place.total)
         self._slots = Slots(self.library, spec.num_buffers)
         self._faults = Faults(self.library, session.device)
-        self._allocator = Allocator(self.library, session.device)
-        self.tuning = sizing.tuning(spec, world, self._push, session.properties.sms)
+        self._allocator = Allocator(self.library, session.device, self.device)
+        self.tuning = session.tuning(spec, self._push)
         self._state_memory = int(self.library.value("malloc", c_uint64, session.device, self.library.state_bytes, 0))
         self.library.memset(session.device, self._state_memory, 0, self.library.state_bytes, 0)
         self.library.stream_sync(session.device, 0)
@@ -125,8 +125,8 @@ class CudaEngine:
         session._bootstrap.barrier()
 
     def quick(self, ep: ExpertParallel) -> Any:
-        """The short way for torch tensors, once torch is there."""
-        if "torch" not in sys.modules:
+        """The short way for torch tensors on GPUs, once torch is there."""
+        if "torch" not in sys.modules or self.device == "cpu":
             return None
         from hal_cuda.quick import Quick
 
@@ -164,6 +164,7 @@ class CudaEngine:
                 "receive an earlier dispatch first, or raise num_buffers",
             )
         pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND)
+        self._finish(stream)  # callers without streams may change their arrays now
         self._in_flight += 1
         return pending
 
@@ -176,7 +177,7 @@ class CudaEngine:
         args.tokens, args.cached, args.slot = 0, int(pending.state.shared is not None), pending.lease.slot
         args.phases, args.host_word, args.pad_to_rows = native.RECV, 0, 0
         args.blocks, args.threads = (
-            self.tuning.dispatch_blocks if self._spec.layout == "expert" else 8,
+            self.tuning.dispatch_blocks if self._spec.layout == "expert" else min(8, self.tuning.dispatch_blocks),
             self.tuning.threads,
         )
         self.library.dispatch(self.description, byref(args), on)
@@ -255,7 +256,7 @@ class CudaEngine:
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
         base = self.slot_address(pending.lease.slot)
 
-        torch, lease, device, library = torch_of(pending.like), pending.lease, self._session.device, self.library
+        torch, lease, device, library = torch_of(pending.like), pending.lease, self.device, self.library
 
         def part(offset: int, shape: tuple[int, ...], dtype: str) -> Buffer:
             if pending.view:
@@ -279,6 +280,10 @@ class CudaEngine:
         raw = self.library.raw_await_rows
         while (status := raw(self._host_word + 8 * slot, sequence, self._faults.host, 1.0, byref(rows))) == 1:
             self._check()
+            # A launch that failed will never write; one that ended wrote before this look, so look once more.
+            if self.library.value("stream_query", c_int, self._session.device, self._last_stream or 0):
+                status = raw(self._host_word + 8 * slot, sequence, self._faults.host, 0.0, byref(rows))
+                break
         self._check()
         if status != 0:
             raise HalError("cuda: a dispatch ended without a row count")
@@ -302,7 +307,7 @@ class CudaEngine:
         if lease is None:
             return self._allocator.empty(like, shape, dtype, on)
         ptr = self._window.ptr + self.place.slots + lease.slot * self.place.slot_bytes
-        return view(self.library, ptr, shape, dtype, self._session.device, lease, torch_of(like))
+        return view(self.library, ptr, shape, dtype, self.device, lease, torch_of(like))
 
     def combine(
         self,
@@ -400,7 +405,7 @@ class CudaEngine:
         if spec.layout == "expert":
             # A block's warps push a row each and fence together: few tokens are better spread over small blocks.
             small = tokens <= PULL_TOKENS
-            return min(most, max(tokens // 2, 16)), 128 if small else self.tuning.threads
+            return min(most, max(tokens // 2, 16)), min(128, self.tuning.threads) if small else self.tuning.threads
         pieces = -(-self.place.row_bytes // 4096)
         units = tokens * pieces + self._session.world_size * -(-tokens // 32)
         if units > 1024:

@@ -12,10 +12,11 @@ from typing import Any
 
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
-from hal.config import HalConfig
+from hal.config import ExpertParallelSpec, HalConfig
 from hal.errors import BackendUnavailable, ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp, profile
 from hal_cuda import native
+from hal_cuda.engine import CudaEngine
 from hal_cuda.session import CudaSession, SymmetricMemory, _op
 
 SIGNALS = "HAL_CUDA_GIN_SIGNALS"
@@ -90,14 +91,17 @@ class GinSession(CudaSession):
         config: HalConfig,
         bootstrap: Bootstrap,
         gin: Gin,
+        device_name: str | None = None,
     ) -> None:
         self.gin, self.capabilities = gin.record, gin.capabilities
-        super().__init__(library, comm, properties, config, bootstrap)
+        super().__init__(library, comm, properties, config, bootstrap, device_name)
         self.profile = profile("gin" if gin.capabilities.strong_signals else "gin-weak")
         self._outbox = self.memory(_OUTBOX)
         self._outbox_end = 0
         self._unread: dict[tuple[int, int], int] = {}
         """Posts to each (queue, peer) since its sources were last known to be read."""
+        self.signalled: dict[int, int] = {}
+        """Rounds of hal_cuda.gin_check in which indexed signals of a queue were raised."""
 
     # --- words ---------------------------------------------------------------------------------------------------
 
@@ -119,6 +123,8 @@ class GinSession(CudaSession):
             )  # fmt: skip
 
     def signal(self, slot: int, peer: int, value: int, op: SignalOp, queue: int, order: Order) -> None:
+        # Where the profile has no weak signal of its own, none is sent.
+        order = self.profile.signal_order(order, bundled=False)
         self._post(native.SIGNAL, peer, queue, order, address=slot, value=value, signal_op=int(op))
 
     def quiet(self, queue: int, peer: int | None, scope: QuietScope) -> None:
@@ -223,6 +229,19 @@ class GinSession(CudaSession):
         )
         self.library.stream_sync(self.device, self.stream)
         self.check(seconds)
+
+    def run_check(self, args: Any) -> None:
+        """Run the kernel of :mod:`hal_cuda.gin_check` to its end."""
+        seconds = self.config.timeout
+        self.library.gin_check(byref(self._ep), byref(self.gin), byref(args), int(seconds * 1e9), self.stream)
+        self.library.stream_sync(self.device, self.stream)
+        self.check(seconds)
+
+    def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
+        raise ContractError(
+            f"dispatch and combine of backend 'cuda' stay within one NVLink domain so far, and this run has "
+            f"{self.world_size // len(self.domain)}: use ranks of one domain, or the ordering words (put, signal, quiet)"
+        )
 
     # --- end -----------------------------------------------------------------------------------------------------
 

@@ -26,10 +26,10 @@ class Pooled:
 
 
 class Allocator:
-    """Buffers on one device for arrays of the caller's kind."""
+    """Buffers on one device (``name`` as arrays have it) for arrays of the caller's kind."""
 
-    def __init__(self, library: Library, device: int) -> None:
-        self._library, self._device, self._name = library, device, f"cuda:{device}"
+    def __init__(self, library: Library, device: int, name: str) -> None:
+        self._library, self._device, self._name = library, device, name
         self._makers: dict[type, Callable[[tuple[int, ...], str, int], Buffer]] = {}
 
     def empty(self, like: Any, shape: tuple[int, ...], dtype: str, stream: int) -> Buffer:

@@ -107,7 +107,12 @@ GinProperties: Any = _structure(
     "GinProperties",
     (c_int32, "type connection contexts connections signals strong va_signals traffic_class lsa_size rail_size"),
 )
-GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI"}
+GinCheckArgs: Any = _structure(
+    "GinCheckArgs",
+    (c_int32, "kind rounds rows queue threads unused"),
+    (c_uint64, "window base row_bytes before bad checked"),
+)
+GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI", 100: "emulated"}
 GIN_CONNECTIONS = {1: "full", 2: "rail"}
 
 
@@ -128,6 +133,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "load_nccl": (c_char_p, POINTER(c_int)),
     "unique_id": (c_void_p,),
     "comm_create": (c_void_p, c_int, c_int, c_int, POINTER(c_void_p)),
+    "emulator_create": (c_void_p, c_int, c_int, c_int, c_int, c_double, POINTER(c_void_p)),
     "comm_adopt": (c_void_p, c_int, POINTER(c_void_p)),
     "comm_properties": (c_void_p, c_void_p),
     "comm_destroy": (c_void_p, c_int),
@@ -139,6 +145,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
     "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "play": (c_void_p, c_void_p, c_void_p, c_uint64),
+    "gin_check": (c_void_p, c_void_p, c_void_p, c_uint64, c_uint64),
     "gin_ops": (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "device_count": (POINTER(c_int),),
     "malloc": (c_int, c_uint64, c_uint64, POINTER(c_uint64)),
@@ -150,6 +157,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "stream_create": (c_int, POINTER(c_uint64)),
     "stream_destroy": (c_int, c_uint64),
     "stream_sync": (c_int, c_uint64),
+    "stream_query": (c_int, c_uint64, POINTER(c_int)),
     "stream_capturing": (c_int, c_uint64, POINTER(c_int)),
     "stream_order": (c_int, c_uint64, c_uint64),
 }
@@ -169,8 +177,13 @@ class Library:
         leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
         dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p
         self.leases, self.dlpack = leases, dlpack
+        check_bytes = self._cdll.hal_cuda_gin_check_bytes
+        check_bytes.argtypes, check_bytes.restype = (c_void_p, c_void_p), c_uint64
+        self.gin_check_bytes = check_bytes
         self.state_bytes = int(self._cdll.hal_cuda_state_bytes())
         for name, arguments in _SIGNATURES.items():
+            if name.startswith("emulator_") and not hasattr(self._cdll, f"hal_cuda_{name}"):
+                continue
             function = getattr(self._cdll, f"hal_cuda_{name}")
             function.argtypes, function.restype = arguments, c_int
             setattr(self, f"raw_{name}", function)
@@ -200,6 +213,21 @@ class Library:
 
 _lock = threading.Lock()
 _loaded: Library | None = None
+_emulated: Library | None = None
+
+
+def load_emulated() -> Library:
+    """The library of emulated GPUs; once in a process."""
+    global _emulated  # noqa: PLW0603 (one library for each process)
+    with _lock:
+        if _emulated is None:
+            path = build.shipped(build.EMULATED)
+            if path is None:
+                raise BackendUnavailable(
+                    "cuda", f"{build.EMULATED} was not built", "install moe-hal with a C++20 compiler"
+                )
+            _emulated = Library(str(path))
+        return _emulated
 
 
 def load() -> Library:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from hal.backend import Probe
@@ -13,6 +14,15 @@ _WHEEL_FIX = (
     "pip install 'moe-hal[cuda13]' (or [cuda12]); if torch pins an older one, "
     "pip install --no-deps 'nvidia-nccl-cu13>=2.30.7'"
 )
+
+
+def probe_emulator() -> Probe:
+    """Of emulated GPUs."""
+    if sys.platform != "linux":
+        return Probe(False, f"needs Linux (memfd), not {sys.platform}", "use a Linux machine or container")
+    if build.shipped(build.EMULATED) is None:
+        return Probe(False, f"{build.EMULATED} was not built", "install moe-hal with a C++20 compiler")
+    return Probe(True)
 
 
 def gpus() -> int:

@@ -98,13 +98,19 @@ class Quick:
 
     def _result(self, pending: Any, tokens: int) -> Dispatched:
         engine, torch, lease, state = self._engine, self._torch, pending.lease, pending.state
-        place, rows, library, index = engine.place, pending.state.rows, engine.library, self._index
+        place, rows, library, device, index = (
+            engine.place,
+            pending.state.rows,
+            engine.library,
+            engine.device,
+            self._index,
+        )
         base = engine.slot_address(lease.slot)
         expert = self._layout == "expert"
         words = (rows,) if expert else (rows, self._k)
 
         def part(offset: int, shape: tuple[int, ...], dtype: str) -> Any:
-            return tensor_view(library, base + offset, shape, dtype, index, lease, torch)
+            return tensor_view(library, base + offset, shape, dtype, device, index, lease, torch)
 
         handle = Handle.__new__(Handle)
         handle._ep, handle._state, handle._tokens, handle._rows, handle._weights_shape = (

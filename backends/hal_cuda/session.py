@@ -18,6 +18,7 @@ from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp, profile
 from hal_cuda import native
 from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
+from hal_cuda.sizing import Tuning, tuning
 
 if TYPE_CHECKING:
     from hal.checker.program import Program
@@ -71,11 +72,19 @@ class CudaSession:
     """See :class:`hal.backend.Session`. Operations are complete in the order of their calls, on every queue."""
 
     def __init__(
-        self, library: native.Library, comm: int, properties: native.Properties, config: HalConfig, bootstrap: Bootstrap
+        self,
+        library: native.Library,
+        comm: int,
+        properties: native.Properties,
+        config: HalConfig,
+        bootstrap: Bootstrap,
+        device_name: str | None = None,
     ) -> None:
+        """``device_name``: where arrays live, if not ``cuda:N``."""
         self.rank, self.world_size, self.queues = bootstrap.rank, bootstrap.world_size, config.queues
         self.profile: OrderingProfile = profile("lsa")
         self.device = int(properties.device)
+        self.device_name = device_name or f"cuda:{self.device}"
         self.properties, self.config, self.library = properties, config, library
         self._comm, self._bootstrap = comm, bootstrap
         size = int(properties.lsa_size)
@@ -117,7 +126,7 @@ class CudaSession:
 
     def view(self, window: int) -> Buffer:
         memory = self._windows[window]
-        return Buffer(memory.ptr, (memory.nbytes,), "uint8", f"cuda:{self.device}", memory.owner())
+        return Buffer(memory.ptr, (memory.nbytes,), "uint8", self.device_name, memory.owner())
 
     def free(self, window: int) -> None:
         self.retire(self._windows.pop(window))
@@ -207,6 +216,10 @@ class CudaSession:
         engine = CudaEngine(self, spec)
         self._engines.add(engine)
         return engine
+
+    def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
+        """Blocks and threads of an engine's launches."""
+        return tuning(spec, self.world_size, push, self.properties.sms)
 
     # --- end -----------------------------------------------------------------------------------------------------
 

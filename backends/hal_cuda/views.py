@@ -27,22 +27,30 @@ _capsule.argtypes, _capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.
 
 
 def view(
-    library: Library, ptr: int, shape: tuple[int, ...], dtype: str, device: int, lease: Lease, torch: Any
+    library: Library, ptr: int, shape: tuple[int, ...], dtype: str, device: str, lease: Lease, torch: Any
 ) -> Buffer:
     """``torch`` is the module if the caller's arrays are tensors, else None."""
-    owner = lease if torch is None else tensor_view(library, ptr, shape, dtype, device, lease, torch)
-    return Buffer(ptr, shape, dtype, f"cuda:{device}", owner)
+    index = int(device.partition(":")[2] or 0)
+    owner = lease if torch is None else tensor_view(library, ptr, shape, dtype, device, index, lease, torch)
+    return Buffer(ptr, shape, dtype, device, owner)
 
 
 def tensor_view(
-    library: Library, ptr: int, shape: tuple[int, ...], dtype: str, device: int, lease: Lease, torch: Any
+    library: Library,
+    ptr: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    device: str,
+    index: int,
+    lease: Lease,
+    torch: Any,
 ) -> Any:
-    """A tensor over leased memory."""
+    """A tensor over leased memory of ``device``, which is number ``index`` of its kind."""
     if 0 in shape:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{device}")
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     code, bits = _CODES[dtype]
     dims = len(shape)
-    managed = library.dlpack(ptr, device, code, bits, dims, shape[0], shape[1] if dims == 2 else 1, lease.count)
+    managed = library.dlpack(ptr, index, code, bits, dims, shape[0], shape[1] if dims == 2 else 1, lease.count)
     tensor = torch._C._from_dlpack(_capsule(managed, b"dltensor", None))
     return tensor.view(getattr(torch, dtype)) if bits == 8 else tensor
 

@@ -2,12 +2,11 @@
 // A core's thread of control, switched by hand: one thread runs all cores of a device, or of every device under the
 // deterministic scheduler.
 #pragma once
-#include <ucontext.h>
-
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <memory>
+
+#include "fiber/fiber.hpp"
 
 namespace hal::udma {
 
@@ -23,11 +22,8 @@ class Fiber {
     std::uint64_t seen_version = 0;  // of the world, when it last looked
 
   private:
-    static void entry(unsigned high, unsigned low);
-    std::function<void()> body_;
-    std::unique_ptr<char[]> stack_;
-    ucontext_t own_{}, resumer_{};
     std::exception_ptr error_;
+    hal::Fiber fiber_;
 };
 
 }  // namespace hal::udma

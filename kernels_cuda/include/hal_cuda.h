@@ -225,6 +225,38 @@ int hal_cuda_gin_ops(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_c
 /* Plays a litmus program. `gin` with comm 0: no GIN. Uses device, error, abort and timeout_ns of `ep`. */
 int hal_cuda_play(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_litmus* run, uint64_t stream);
 
+/* What GIN promises, tried out: every rank puts rows to every rank that it reaches in other domains and looks at what it
+ * got as soon as it may. `bad` must stay 0 where the contract forbids a bad outcome, and may grow in the others. */
+enum {
+    HAL_CUDA_CHECK_STRONG_WORD = 0,                /* rows, then a strong signal on a word of a window */
+    HAL_CUDA_CHECK_STRONG_SIGNAL,                  /* the same, an indexed signal */
+    HAL_CUDA_CHECK_BUNDLED_STRONG,                 /* the last row's own strong signal */
+    HAL_CUDA_CHECK_BUNDLED_WEAK,                   /* each row's own weak signal, and that row looked at */
+    HAL_CUDA_CHECK_BARRIER,                        /* a complete barrier */
+    HAL_CUDA_CHECK_QUIET_FLAG,                     /* quiet("remote"), then a flag by a relaxed put */
+    HAL_CUDA_CHECK_FLUSHED,                        /* sources overwritten after flush; then a strong signal */
+    HAL_CUDA_CHECK_MAY_FAIL,                       /* the rest may have bad outcomes: */
+    HAL_CUDA_CHECK_FLAG = HAL_CUDA_CHECK_MAY_FAIL, /* a flag by a relaxed put */
+    HAL_CUDA_CHECK_FLUSH_FLAG,                     /* flush, then a flag: flush is not quiet */
+    HAL_CUDA_CHECK_WEAK_AFTER,                     /* a weak signal of its own (with gin-weak only) */
+    HAL_CUDA_CHECK_WEAK_PRIOR,                     /* the last row's weak signal, and the others looked at */
+    HAL_CUDA_CHECK_OTHER_QUEUE,                    /* a strong signal on another queue */
+    HAL_CUDA_CHECK_BARE_BARRIER,                   /* a barrier that completes nothing */
+    HAL_CUDA_CHECK_REUSED,                         /* sources overwritten at once; then a strong signal */
+    HAL_CUDA_CHECKS
+};
+typedef struct hal_cuda_gin_check_args {
+    int32_t kind, rounds, rows, queue, threads, unused;
+    uint64_t window,
+        base;           /* a window that was just made, hal_cuda_gin_check_bytes() long, and this rank's part of it */
+    uint64_t row_bytes; /* a multiple of 8 */
+    uint64_t before;    /* rounds of kind STRONG_SIGNAL that were run on this communicator */
+    uint64_t bad, checked; /* results, 8-byte words in device memory: words of rows */
+} hal_cuda_gin_check_args;
+uint64_t hal_cuda_gin_check_bytes(const hal_cuda_gin* gin, const hal_cuda_gin_check_args* args);
+int hal_cuda_gin_check(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_gin_check_args* args,
+                       uint64_t timeout_ns, uint64_t stream);
+
 /* Counters of arrays that view slots; they outlive everything, since an array may. */
 int64_t* hal_cuda_leases(int count);
 /* A DLManagedTensor (DLPack) of leased memory: *lease goes up now, and down when its consumer lets go. NULL: no memory. */
@@ -241,6 +273,8 @@ int hal_cuda_copy(int device, uint64_t dst, uint64_t src, uint64_t bytes, uint64
 int hal_cuda_stream_create(int device, uint64_t* stream);
 int hal_cuda_stream_destroy(int device, uint64_t stream);
 int hal_cuda_stream_sync(int device, uint64_t stream);
+/* *idle: all work given so far is done. An error of that work is this call's. */
+int hal_cuda_stream_query(int device, uint64_t stream, int* idle);
 int hal_cuda_stream_capturing(int device, uint64_t stream, int* capturing);
 int hal_cuda_stream_order(int device, uint64_t earlier,
                           uint64_t later); /* `later` goes on after what `earlier` holds now */

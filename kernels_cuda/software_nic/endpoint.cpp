@@ -175,7 +175,8 @@ std::shared_ptr<MemoryRegion> Endpoint::register_memory(Address base, std::size_
     region->id = next_region_++;
     region->base = base, region->bytes = bytes, region->host = host;
     region->strict_order = flags & abi::mr_force_strict_order;
-    region->never_reset = (flags & abi::mr_signal_never_reset) && !host && config_.signal_shadow;
+    region->signals = flags & abi::mr_signal_never_reset;
+    region->never_reset = region->signals && !host && config_.signal_shadow;
     if (region->never_reset) region->shadow.assign(bytes / sizeof(std::uint64_t), 0);  // NCCL zeroes its signals
 
     RegionNotice mine{};

@@ -12,7 +12,14 @@ namespace {
 constexpr std::size_t tear = 32;  // a put may become visible in pieces of this many bytes, in any order
 
 // What a random choice is about: one independent sequence for each.
-enum : std::uint64_t { draw_jitter = 1, draw_publish, draw_complete, draw_cut = 1 << 8, draw_order = 1 << 24 };
+enum : std::uint64_t {
+    draw_jitter = 1,
+    draw_publish,
+    draw_complete,
+    draw_read,
+    draw_cut = 1 << 8,
+    draw_order = 1 << 24
+};
 
 std::uint64_t mix(std::uint64_t x) {  // splitmix64
     x += 0x9e3779b97f4a7c15u;
@@ -89,6 +96,8 @@ void set_fault(FlowFaults& faults, std::string_view part) {
         faults.publish = parse_time(text);
     else if (name == "complete")
         faults.complete = parse_time(text);
+    else if (name == "read")
+        faults.read = parse_time(text);
     else if (name == "split")
         faults.split = std::max<std::uint64_t>(parse_size(text), tear);
     else if (name == "rate")
@@ -113,9 +122,8 @@ void set_fault(FlowFaults& faults, std::string_view part) {
         faults.early_signal = true;
     else
         throw ConfigError(
-            "no such fault; there are delay, jitter, reorder, split, publish, complete, source_early, rate, ops, "
-            "stall, "
-            "drop, error, kill, credits, va_unordered, early_signal");
+            "no such fault; there are delay, jitter, reorder, split, publish, complete, source_early, read, rate, ops, "
+            "stall, drop, error, kill, credits, va_unordered, early_signal");
 }
 
 }  // namespace
@@ -191,9 +199,11 @@ Plan FaultPolicy::plan(std::uint64_t operation, std::size_t bytes, Nanos now) {
     Nanos begin = plan.not_before = start(operation, bytes, now);
     plan.publish_hold = draw_time(operation, draw_publish, faults_.publish);
     plan.complete_hold = draw_time(operation, draw_complete, faults_.complete);
+    if (faults_.source_early) plan.read_hold = draw_time(operation, draw_read, faults_.read);
+    plan.start = begin + plan.read_hold;
     if (bytes) cut(operation, bytes, plan.pieces);
     for (std::size_t i = 0; i < plan.pieces.size(); ++i)
-        plan.pieces[i].due = begin + draw_time(operation, draw_order + i, faults_.reorder);
+        plan.pieces[i].due = plan.start + draw_time(operation, draw_order + i, faults_.reorder);
 
     if (faults_.stall && operation >= faults_.stall_at) {
         bool first = operation == faults_.stall_at;

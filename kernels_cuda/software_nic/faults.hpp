@@ -9,6 +9,7 @@
 //   jitter=T         plus 0..T, still in order                    split=N     cut in pieces of at most N bytes, last first
 //   publish=T        0..T between the data and its signal         complete=T  0..T between source read and completion
 //   source_early     complete when the source is read, deliver later: GIN's flush promises no more than this
+//   read=T           with source_early: the source is read 0..T after the operation was posted
 //   rate=N           bytes per second                             ops=N       operations per second
 //   stall=T[@K]      from operation K on freeze for T, or `forever`; a split put freezes half-way
 //   drop=@K          operation K never completes                  error=@K    operation K and later fail, as a broken QP
@@ -32,7 +33,7 @@ struct FlowId {
 };
 
 struct FlowFaults {
-    Nanos delay = 0, jitter = 0, reorder = 0, publish = 0, complete = 0;
+    Nanos delay = 0, jitter = 0, reorder = 0, publish = 0, complete = 0, read = 0;
     std::uint64_t split = 0, rate = 0, ops = 0, credits = 0;
     Nanos stall = 0;
     std::uint64_t stall_at = 0;
@@ -53,7 +54,8 @@ enum class Outcome { deliver, drop, error, kill };
 struct Plan {
     Outcome outcome = Outcome::deliver;
     std::vector<Piece> pieces;  // covers every byte once
-    Nanos publish_hold = 0, complete_hold = 0;
+    Nanos publish_hold = 0, complete_hold = 0, read_hold = 0;
+    Nanos start = 0;       // the pieces' holds begin here, or when the source was read, if that is later
     Nanos not_before = 0;  // of the operation's signal, whether or not it has data
 };
 

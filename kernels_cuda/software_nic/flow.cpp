@@ -95,7 +95,9 @@ bool Flow::admit(Nanos now) {
             live.delivered_at = now;
             ++counters_.delivered;
         }
-        if (!(policy_.faults().source_early && !live.operation.get && live.undelivered && snapshot(live)))
+        if (policy_.faults().source_early && !live.operation.get && live.undelivered)
+            due_.push({now + live.plan.read_hold, next_order_++, &live, whole_source});
+        else
             schedule(live);
     }
     return moved;
@@ -140,13 +142,19 @@ Copy Flow::piece_copy(const Due& due) const {
 
 bool Flow::start_due(Nanos now) {
     std::vector<Due> batch;
+    bool moved = false;
     while (!due_.empty() && due_.top().due <= now && batch.size() < largest_batch) {
-        batch.push_back(due_.top());
+        const Due next = due_.top();
         due_.pop();
+        moved = true;
+        if (next.piece == whole_source) {
+            if (!snapshot(*next.live)) schedule(*next.live);
+        } else {
+            batch.push_back(next);
+        }
     }
-    if (batch.empty()) return false;
-    submit(batch);
-    return true;
+    if (!batch.empty()) submit(batch);
+    return moved;
 }
 
 // One ticket for the batch; neighbours that continue each other at both ends become one copy.
@@ -183,6 +191,9 @@ bool Flow::reap(Nanos now) {
         for (const Part& part : in_flight_.front().parts) {
             if (part.snapshot) {
                 complete(*part.live, RequestState::done);  // the source may be reused: that is all that "done" says
+                const Nanos late = std::max<Nanos>(now - part.live->plan.start, 0);
+                for (Piece& piece : part.live->plan.pieces)
+                    if (piece.due < never - late) piece.due += late;
                 schedule(*part.live);
             } else if (--part.live->undelivered == 0) {
                 part.live->delivered_at = now;

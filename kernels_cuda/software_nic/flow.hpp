@@ -94,11 +94,12 @@ class Flow {
         bool delivered() const { return delivered_at != never; }
         bool ended() const { return delivered() && published && completed; }
     };
+    static constexpr std::size_t whole_source = static_cast<std::size_t>(-1);
     struct Due {
         Nanos due;
         std::uint64_t order;  // ties keep the order of posting
         Live* live;
-        std::size_t piece;
+        std::size_t piece;  // or whole_source: to be read, for source_early
         bool operator>(const Due& other) const { return due != other.due ? due > other.due : order > other.order; }
     };
     struct Part {

@@ -49,6 +49,7 @@ struct MemoryRegion {
     std::size_t bytes;
     bool host;          // ordinary memory of the process: a source, or a signal's word
     bool strict_order;  // signals on it never pass data
+    bool signals;       // NCCL's own signals; else a window, whose words may be signals too
     bool never_reset;   // only signals write it: the target may keep a shadow
     std::shared_ptr<LocalAllocation> allocation;
     std::vector<PeerRegion> peers;

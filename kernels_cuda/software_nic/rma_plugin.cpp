@@ -209,6 +209,9 @@ abi::Result iput_signal(void* rma_ctx, int context, std::uint64_t src_off, void*
                                         "; it must be inside, 8-byte aligned");
     Operation operation = put_operation(context, rank, src_off, src_mr, size, dst_off, dst_mr);
     std::uint64_t add = signal_op == abi::signal_inc ? 1 : signal_value;
+    // A put's signal on a window's word comes from NCCL as an operation of its own after the put. A weak one must follow
+    // that put, and nothing says which of the earlier operations it was: so it follows them all.
+    if (size == 0 && !word.signals) strong = true;
     operation.signal =
         Signal{{signal_off, add, word.id, static_cast<std::uint32_t>(set.endpoint.rank())}, strong, word.strict_order};
     return post(set, std::move(operation), request);

@@ -43,8 +43,8 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
             piece.store(slot + row * ep.combine_row_bytes);
         }
         if (a.carries_weights && t.unit() % pieces == 0 && lane_id() < words)
-            reinterpret_cast<float*>(slot + ep.slot_back)[row * words + lane_id()] =
-                __ldg(reinterpret_cast<const float*>(a.row_weights) + row * words + lane_id());
+            store_window(reinterpret_cast<float*>(slot + ep.slot_back) + row * words + lane_id(),
+                         __ldg(reinterpret_cast<const float*>(a.row_weights) + row * words + lane_id()));
     }
 }
 
@@ -187,7 +187,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
 template <class Type, bool kWeighted>
 __global__ void __launch_bounds__(512, 1)
     combine_pull_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
-    extern __shared__ unsigned prefix[];
+    auto* prefix = dynamic_shared<unsigned>();
     if (blockIdx.x == 0 && threadIdx.x < 32) __threadfence_system();  // for announce; runs while the counters are read
     const Launch launch(state_of(ep)->combine);
     Counters& counters = launch.counters();

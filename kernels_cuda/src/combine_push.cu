@@ -109,7 +109,7 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         }
     }
     if (a.carries_weights && lane_id() < ep.topk)
-        staged_weights_at(ep, source, slot, ep.rank, token)[lane_id()] = carried;
+        store_window(staged_weights_at(ep, source, slot, ep.rank, token) + lane_id(), carried);
     if (lane_id() == 0) flags[warp_id()] = combine_flag_at(ep, source, ep.rank, token);
 }
 

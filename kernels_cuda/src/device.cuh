@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every kernel here is made of: words shared with peers, bounded waits, tickets, and the end of a launch.
 #pragma once
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 #include "hal_cuda.h"
+#include "machine.cuh"
 
 namespace hal::cuda {
 
@@ -28,39 +27,6 @@ struct State {
 
 // Rounds add this much to an arrival counter, however many blocks share it.
 constexpr unsigned long long kRound = 1ull << 16;
-
-__device__ __forceinline__ std::uint64_t load_acquire(const std::uint64_t* p) {
-    std::uint64_t v;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* p) {
-    std::uint32_t v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* p) {
-    std::uint64_t v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ void store_relaxed(std::uint64_t* p, std::uint64_t v) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ void store_release(std::uint64_t* p, std::uint64_t v) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ void store_relaxed(std::uint32_t* p, std::uint32_t v) {
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-__device__ __forceinline__ void add_release(std::uint64_t* p, std::uint64_t v) {
-    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ std::uint64_t nanoseconds() {
-    std::uint64_t t;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-    return t;
-}
 
 // A 64-bit word that carries the round it belongs to, so that it needs neither a reset nor a fence of its own.
 __device__ __forceinline__ std::uint64_t stamped(std::uint64_t epoch, std::uint32_t value) {
@@ -186,10 +152,7 @@ struct Launch {
         __shared__ unsigned long long known[2];
         if (threadIdx.x == 0) {
             unsigned long long n, e;
-            asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-                         : "=l"(n), "=l"(e)
-                         : "l"(&lane.launches)
-                         : "memory");
+            load_relaxed_gpu(&lane.launches, n, e);
             // The added value depends on what was read, so the count cannot come before the reading.
             order = atomicAdd(&lane.entered, 1u + static_cast<unsigned>(n >> 63));
             known[0] = n, known[1] = e;
@@ -215,11 +178,7 @@ __device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, i
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&counters.arrived[number], 1u);
-        auto load = [&] {
-            unsigned v;
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(&counters.arrived[number]) : "memory");
-            return v;
-        };
+        auto load = [&] { return load_acquire_gpu(&counters.arrived[number]); };
         ok = wait_until(ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x);
     }
     return __syncthreads_and(ok) != 0;

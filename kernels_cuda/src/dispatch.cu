@@ -21,11 +21,11 @@ __device__ void clear_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a
     }
     const int words = expert ? 1 : ep.topk;
     for (int i = lane_id(); i < words; i += 32) {
-        reinterpret_cast<std::int32_t*>(slot + ep.slot_idx)[row * words + i] = -1;
-        reinterpret_cast<float*>(slot + ep.slot_weights)[row * words + i] = 0.0f;
+        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row * words + i, -1);
+        store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + row * words + i, 0.0f);
     }
     for (int i = lane_id(); i < ep.scale_dim; i += 32)
-        reinterpret_cast<float*>(slot + ep.slot_scales)[row * ep.scale_dim + i] = 0.0f;
+        store_window(reinterpret_cast<float*>(slot + ep.slot_scales) + row * ep.scale_dim + i, 0.0f);
 }
 
 __device__ void signal_peers(const hal_cuda_ep& ep) {
@@ -128,14 +128,13 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
 template <bool kExpert>
 __global__ void __launch_bounds__(512, 1)
     dispatch_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_dispatch_args a) {
-    extern __shared__ std::uint32_t memory[];
     __shared__ std::int32_t from[kMaxRanks];  // rows from each rank
     const Launch launch(state_of(ep)->dispatch);
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
     const auto* counts = reinterpret_cast<const std::int32_t*>(a.counts);
     bool moved = true;
     std::uint64_t epoch = launch.finished + 1;
-    const Plan plan(memory, ep, sends ? a.tokens : 0, kExpert);
+    const Plan plan(dynamic_shared<std::uint32_t>(), ep, sends ? a.tokens : 0, kExpert);
     // A receive half belongs to the round that its send half noted, which need not be the last.
     if (sends)
         moved = send<kExpert>(ep, a, plan, launch);

@@ -91,13 +91,13 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
         for (unsigned left = targets; left != 0; left &= left - 1) {
             auto* out = reinterpret_cast<float*>(__shfl_sync(0xffffffffu, scales, lowest_lane(left)));
             for (int i = lane_id(); i < ep.scale_dim; i += 32)
-                out[i] = __ldg(reinterpret_cast<const float*>(a.scales) +
-                               static_cast<std::size_t>(token) * ep.scale_dim + i);
+                store_window(out + i, __ldg(reinterpret_cast<const float*>(a.scales) +
+                                            static_cast<std::size_t>(token) * ep.scale_dim + i));
         }
     }
     if (peer == ep.rank) {
-        reinterpret_cast<std::int32_t*>(slot + ep.slot_idx)[row] = id - ep.rank * ep.local_experts;
-        reinterpret_cast<float*>(slot + ep.slot_weights)[row] = weight;
+        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row, id - ep.rank * ep.local_experts);
+        store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + row, weight);
     }
     for (int hop = 1; hop <= ep.world; ++hop) {
         const int to = (ep.rank + hop) % ep.world;
@@ -110,10 +110,10 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
         }
         if (lane_id() < ep.topk) {
             const Record record(ep, to, plan.slot[to], ep.rank, place);
-            record.rows[lane_id()] = there;
-            record.weights[lane_id()] = weight;
-            record.experts[lane_id()] = id - to * ep.local_experts;
-            if (lane_id() == 0) *record.token = token;
+            store_window(record.rows + lane_id(), there);
+            store_window(record.weights + lane_id(), weight);
+            store_window(record.experts + lane_id(), id - to * ep.local_experts);
+            if (lane_id() == 0) store_window(record.token, token);
         }
     }
 }
@@ -148,8 +148,8 @@ __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatc
     const int first = lowest_lane(here);
     char* slot = slot_at(ep, ep.rank, a.slot);
     if (row >= 0) {
-        reinterpret_cast<std::int32_t*>(slot + ep.slot_idx)[row] = expert;
-        reinterpret_cast<float*>(slot + ep.slot_weights)[row] = weight;
+        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row, expert);
+        store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + row, weight);
     }
     keep_source(ep, a, source, place, __ldcg(record.token), row, weight);
     const unsigned others = here & (here - 1);
@@ -167,7 +167,7 @@ __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatc
     for (unsigned left = others; ep.scale_dim > 0 && left != 0; left &= left - 1) {
         const std::size_t to = __shfl_sync(0xffffffffu, row, lowest_lane(left));
         for (int i = lane_id(); i < ep.scale_dim; i += 32)
-            scales[to * ep.scale_dim + i] = __ldcg(scales + first_row * ep.scale_dim + i);
+            store_window(scales + to * ep.scale_dim + i, __ldcg(scales + first_row * ep.scale_dim + i));
     }
     return true;
 }

@@ -312,7 +312,8 @@ struct Padding {
         if (!expert) return plan.counts[segment * ep.world + ep.rank];
         if (a.cached) return reinterpret_cast<const std::int32_t*>(a.counts)[ep.world + kTails + segment];
         const int e = segment / ep.world, source = segment % ep.world;
-        return static_cast<unsigned>(header_at(ep, ep.rank, source)[1 + ep.world + ep.rank * ep.local_experts + e]);
+        const int word = 1 + ep.world + ep.rank * ep.local_experts + e;
+        return static_cast<unsigned>(load_window(header_at(ep, ep.rank, source) + word));
     }
     __device__ unsigned first(int segment) const {
         if (ep.fixed_slots) return static_cast<unsigned>(segment) * ep.max_tokens + received(segment);
@@ -365,14 +366,14 @@ __device__ void keep_counts(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
         if (!a.cached && moved)
             n = static_cast<std::int32_t>(plan.expert_total[kExpert ? ep.rank * ep.local_experts + e : e]);
         kept[e] = n;
-        reinterpret_cast<std::int32_t*>(slot + ep.slot_counts)[e] = n;
+        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_counts) + e, n);
     }
     if (!kExpert) return;
     auto* offsets = reinterpret_cast<long long*>(a.expert_offsets);
     for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x) {
         const long long offset = a.cached ? offsets[e] : moved ? plan.start[e] : 0;
         offsets[e] = offset;
-        reinterpret_cast<long long*>(slot + ep.slot_offsets)[e] = offset;
+        store_window(reinterpret_cast<long long*>(slot + ep.slot_offsets) + e, offset);
     }
     for (int i = threadIdx.x; ep.fixed_slots && !a.cached && i < ep.local_experts * ep.world; i += blockDim.x)
         counts[ep.world + kTails + i] =

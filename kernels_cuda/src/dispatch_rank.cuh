@@ -13,7 +13,7 @@ struct RowWords {
     int id[8];
     float weight[8];
 
-    __device__ void find(const Plan& plan, int world, int unit) {
+    __device__ void find(const Plan& plan, int unit) {
         peer = 0;
         for (; unit >= units_of(plan, peer); ++peer) unit -= units_of(plan, peer);
         first = unit * 32;
@@ -53,8 +53,8 @@ struct RowWords {
             const int word = start + i * 32 + lane_id();
             if (word >= rows * ep.topk) continue;
             const bool here = id[i] >= 0 && owner.of(id[i], ep) == peer;
-            ids[word] = here ? id[i] - peer * ep.local_experts : -1;
-            weights[word] = here ? weight[i] : 0.0f;
+            store_window(ids + word, here ? id[i] - peer * ep.local_experts : -1);
+            store_window(weights + word, here ? weight[i] : 0.0f);
         }
     }
     template <class Vector>
@@ -69,7 +69,7 @@ struct RowWords {
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (start + i * 32 + lane_id() < rows * each) to[start + i * 32 + lane_id()] = v[i];
+                if (start + i * 32 + lane_id() < rows * each) store_window(to + start + i * 32 + lane_id(), v[i]);
         }
     }
     __device__ void send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Owner owner) {
@@ -81,7 +81,7 @@ struct RowWords {
             store(ep, slot, row, start, owner);
         }
         if (ep.keep_source && lane_id() < rows)
-            reinterpret_cast<std::int32_t*>(slot + ep.slot_meta)[row + lane_id()] = token;
+            store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_meta) + row + lane_id(), token);
         if (ep.scale_dim == 0) return;
         const auto* scales = reinterpret_cast<const float*>(a.scales);
         auto* out = reinterpret_cast<float*>(slot + ep.slot_scales) + row * ep.scale_dim;
@@ -135,7 +135,7 @@ __device__ bool push_rank_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_ar
     const auto* x = reinterpret_cast<const char*>(a.x);
     auto load = [&] {
         if (units.is_words(tickets.unit())) {
-            words.find(plan, ep.world, units.word_unit(tickets.unit()));
+            words.find(plan, units.word_unit(tickets.unit()));
             words.load(ep, a, 0);
             return;
         }

@@ -160,6 +160,6 @@ extern "C" int hal_cuda_gin_ops(const hal_cuda_ep* ep, const hal_cuda_gin* gin, 
     Ops list{};
     list.count = count;
     for (int i = 0; i < count; ++i) list.op[i] = ops[i];
-    return launch(gin_words_kernel, ep->device, 1, 128, 0, stream, "ordering words over GIN", bounded, *gin, list,
-                  reinterpret_cast<std::uint64_t*>(result));
+    return launch(gin_words_kernel, ep->device, 1, kWordThreads, 0, stream, "ordering words over GIN", bounded, *gin,
+                  list, reinterpret_cast<std::uint64_t*>(result));
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches on the right device, and errors as words.
 #pragma once
-#include <cuda_runtime.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
+
+#include "machine.cuh"
 
 namespace hal::cuda {
 
@@ -46,8 +46,8 @@ int launch(Kernel kernel, int device, int blocks, int threads, std::size_t share
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
         if (status != cudaSuccess) return check(status, what);
     }
-    kernel<<<blocks, threads, shared, reinterpret_cast<cudaStream_t>(stream)>>>(args...);
-    return check(cudaGetLastError(), what);
+    return check(start_kernel(kernel, what, blocks, threads, shared, reinterpret_cast<cudaStream_t>(stream), args...),
+                 what);
 }
 
 }  // namespace hal::cuda

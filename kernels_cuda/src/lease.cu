@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "hal_cuda.h"
+#include "machine.cuh"
 
 namespace {
 
@@ -33,7 +34,6 @@ struct Leased {
     std::int64_t shape[2], strides[2];
     std::int64_t* lease;
 };
-constexpr std::int32_t kCuda = 2;
 
 void end(Managed* managed) {
     auto* leased = static_cast<Leased*>(managed->context);
@@ -55,7 +55,7 @@ extern "C" void* hal_cuda_dlpack(std::uint64_t ptr, int device, int code, int bi
     leased->strides[0] = dims == 2 ? columns : 1, leased->strides[1] = 1;
     leased->lease = lease;
     leased->managed.tensor = Tensor{reinterpret_cast<void*>(ptr),
-                                    {kCuda, device},
+                                    {hal::cuda::kDlpackDevice, device},
                                     dims,
                                     {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1},
                                     leased->shape,

@@ -79,6 +79,12 @@ int hal_cuda_stream_sync(int device, std::uint64_t stream) {
     const OnDevice here(device);
     return check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
 }
+int hal_cuda_stream_query(int device, std::uint64_t stream, int* idle) {
+    const OnDevice here(device);
+    const cudaError_t status = cudaStreamQuery(as_stream(stream));
+    *idle = status == cudaSuccess;
+    return status == cudaErrorNotReady ? 0 : check(status, "cudaStreamQuery");
+}
 int hal_cuda_stream_capturing(int device, std::uint64_t stream, int* capturing) {
     const OnDevice here(device);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -108,6 +114,7 @@ int hal_cuda_await_rows(const std::uint64_t* word, std::uint32_t sequence, const
                 return 0;
             }
         }
+        hal::cuda::host_looks_again();
         if (__atomic_load_n(&error->kind, __ATOMIC_ACQUIRE) == HAL_CUDA_TIMEOUT) return 2;
         if (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > seconds) return 1;
     }

@@ -28,7 +28,7 @@ struct Piece {
     __device__ void store(char* row) const {
 #pragma unroll
         for (int i = 0; i < kLaneVectors; ++i)
-            if (first + i * 32 < end) reinterpret_cast<uint4*>(row)[first + i * 32] = v[i];
+            if (first + i * 32 < end) store_window(reinterpret_cast<uint4*>(row) + first + i * 32, v[i]);
     }
     __device__ void clear() {
 #pragma unroll

@@ -109,8 +109,9 @@ struct Sum {
 #pragma unroll
             for (int j = 0; j < Type::kValues; j += 4)
                 if (first + i * 32 < end)
-                    *reinterpret_cast<float4*>(row + static_cast<std::size_t>(first + i * 32) * Type::kValues + j) =
-                        make_float4(value[i][j], value[i][j + 1], value[i][j + 2], value[i][j + 3]);
+                    store_window(
+                        reinterpret_cast<float4*>(row + static_cast<std::size_t>(first + i * 32) * Type::kValues + j),
+                        make_float4(value[i][j], value[i][j + 1], value[i][j + 2], value[i][j + 3]));
     }
     __device__ void add_sums(const float* row) {
 #pragma unroll
@@ -124,7 +125,8 @@ struct Sum {
     __device__ void store(char* row) const {
 #pragma unroll
         for (int i = 0; i < kSumVectors; ++i)
-            if (first + i * 32 < end) reinterpret_cast<uint4*>(row)[first + i * 32] = Type::pack(value[i]);
+            if (first + i * 32 < end)
+                store_window(reinterpret_cast<uint4*>(row) + first + i * 32, Type::pack(value[i]));
     }
 };
 

@@ -37,6 +37,6 @@ extern "C" int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int c
     for (int i = 0; i < count; ++i) list.op[i] = ops[i];
     // Several blocks only for one large put: between blocks there is no order.
     const bool large = count == 1 && ops[0].kind == HAL_CUDA_PUT && ops[0].bytes > (1u << 16);
-    return launch(words_kernel, ep->device, large ? 16 : 1, 512, 0, stream, "ordering words", bounded, list,
+    return launch(words_kernel, ep->device, large ? 16 : 1, kWordThreads, 0, stream, "ordering words", bounded, list,
                   reinterpret_cast<std::uint64_t*>(result));
 }

@@ -17,10 +17,12 @@ __device__ inline void put(const hal_cuda_op& op) {
     const std::uint64_t step = static_cast<std::uint64_t>(gridDim.x) * blockDim.x;
     if ((op.address | op.source | op.bytes) % 16 == 0) {
         for (std::uint64_t i = first; i < op.bytes / 16; i += step)
-            reinterpret_cast<uint4*>(op.address)[i] = reinterpret_cast<const uint4*>(op.source)[i];
+            store_window(reinterpret_cast<uint4*>(op.address) + i,
+                         load_window(reinterpret_cast<const uint4*>(op.source) + i));
     } else {
         for (std::uint64_t i = first; i < op.bytes; i += step)
-            reinterpret_cast<char*>(op.address)[i] = reinterpret_cast<const char*>(op.source)[i];
+            store_window(reinterpret_cast<char*>(op.address) + i,
+                         load_window(reinterpret_cast<const char*>(op.source) + i));
     }
     __threadfence_system();
 }

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "checker/event.hpp"
-#include "checker/fiber.hpp"
 #include "checker/profile.hpp"
+#include "fiber/fiber.hpp"
 #include "hal/fabric.hpp"
 
 namespace hal::checker {

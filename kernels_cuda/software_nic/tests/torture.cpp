@@ -37,7 +37,7 @@ struct Options {
     int ranks = 2, rounds = 6, puts = 12, queues = 2, seeds = 1, gpus = 1;
     std::size_t slot = 2048;        // largest put
     bool host_source = false;       // sources are ordinary memory, as values that a kernel puts inline
-    std::string signal = "strong";  // strong, bundled (strong, with the last put), weak, va, va_strict
+    std::string signal = "strong";  // strong, bundled (strong, with the last put), weak, va, va_strict, va_weak
     double seconds = 20;
 };
 
@@ -178,7 +178,7 @@ class Rank {
         signals_.assign(layout_.words(), 0);
         memory_.adopt(signals_.data(), signals_.size() * 8);
         auto cuda = abi::ptr_cuda;
-        std::uint64_t window_flags = o_.signal == "va_strict" ? abi::mr_force_strict_order : 0;
+        std::uint64_t window_flags = va() && o_.signal != "va" ? abi::mr_force_strict_order : 0;
         must(p.reg_mr(comm_, window_, layout_.window_bytes(), cuda, window_flags, &window_mr_), "regMrSym window");
         must(p.reg_mr(comm_, source_, source_bytes, o_.host_source ? abi::ptr_host : cuda, 0, &source_mr_),
              "regMrSym source");
@@ -190,7 +190,7 @@ class Rank {
         arrive(1);
     }
 
-    bool va() const { return o_.signal == "va" || o_.signal == "va_strict"; }
+    bool va() const { return o_.signal.starts_with("va"); }
     bool weak() const { return o_.signal == "weak"; }
     // The strong signal's word counts the rounds of one (source, queue).
     std::size_t word_offset(int src, int queue) const {
@@ -235,7 +235,7 @@ class Rank {
                     int queue = round % o_.queues;
                     note(p.iput_signal(queues_, queue, 0, nullptr, 0, 0, nullptr, static_cast<std::uint32_t>(peer),
                                        word_offset(rank_, queue), va() ? window_mr_ : signal_mr_, 1, abi::signal_add,
-                                       true, &request));
+                                       o_.signal != "va_weak", &request));
                     posted_.push_back({request, nullptr, 0});
                 }
                 for (int i = 0; i < trailing; ++i) put(round, o_.puts + i, peer, false);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A cooperative thread of control: a kernel runs on it unmodified and yields where the scheduler may choose.
+// A cooperative thread of control: a kernel runs on it unmodified and yields where its scheduler may choose. The checker's
+// ranks, an emulated NPU's cores and an emulated GPU's threads are fibers.
 #pragma once
 #include <cstddef>
 #include <functional>
 #include <memory>
 
-namespace hal::checker {
+namespace hal {
 
 // Thrown into a fiber that is given up before its end, so that its destructors run.
 struct Abandoned {};
@@ -34,4 +35,4 @@ class Fiber {
     bool finished_ = false;
 };
 
-}  // namespace hal::checker
+}  // namespace hal

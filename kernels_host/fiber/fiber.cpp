@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "checker/fiber.hpp"
+#include "fiber/fiber.hpp"
 
 #include <sys/mman.h>
 
@@ -12,10 +12,10 @@
 #include <ucontext.h>
 #endif
 
-namespace hal::checker {
+namespace hal {
 namespace {
 
-// Stacks are reused: a search makes millions of short runs.
+// Stacks are reused: a search makes millions of short runs, an emulated GPU starts hundreds of threads a launch.
 class StackPool {
   public:
     ~StackPool() {
@@ -45,13 +45,13 @@ thread_local StackPool stacks;
 #if defined(__x86_64__)
 
 // Saves the callee-saved registers on the running stack and continues on the other; no system call, unlike swapcontext.
-extern "C" void hal_checker_switch(void** save, void* load);
+extern "C" void hal_fiber_switch(void** save, void* load);
 asm(R"(
 .text
-.globl hal_checker_switch
-.hidden hal_checker_switch
-.type hal_checker_switch,@function
-hal_checker_switch:
+.globl hal_fiber_switch
+.hidden hal_fiber_switch
+.type hal_fiber_switch,@function
+hal_fiber_switch:
     pushq %rbp
     pushq %rbx
     pushq %r12
@@ -67,17 +67,17 @@ hal_checker_switch:
     popq %rbx
     popq %rbp
     ret
-.size hal_checker_switch,.-hal_checker_switch
-.globl hal_checker_start
-.hidden hal_checker_start
-.type hal_checker_start,@function
-hal_checker_start:
+.size hal_fiber_switch,.-hal_fiber_switch
+.globl hal_fiber_start
+.hidden hal_fiber_start
+.type hal_fiber_start,@function
+hal_fiber_start:
     movq %r12, %rdi
     callq *%r13
     ud2
-.size hal_checker_start,.-hal_checker_start
+.size hal_fiber_start,.-hal_fiber_start
 )");
-extern "C" void hal_checker_start();
+extern "C" void hal_fiber_start();
 
 struct Fiber::Context {
     void* stack = stacks.take();
@@ -89,9 +89,9 @@ struct Fiber::Context {
 Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std::make_unique<Context>()) {
     auto* top = reinterpret_cast<std::uintptr_t*>(static_cast<std::byte*>(context_->stack) + stack_bytes);
     void (*entry)(Fiber*) noexcept = &Fiber::enter;
-    *--top = 0;  // keeps the stack 16-byte aligned at the call in hal_checker_start
+    *--top = 0;  // keeps the stack 16-byte aligned at the call in hal_fiber_start
     *--top = 0;
-    *--top = reinterpret_cast<std::uintptr_t>(&hal_checker_start);
+    *--top = reinterpret_cast<std::uintptr_t>(&hal_fiber_start);
     *--top = 0;                                        // rbp
     *--top = 0;                                        // rbx
     *--top = reinterpret_cast<std::uintptr_t>(this);   // r12
@@ -101,8 +101,8 @@ Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std:
     context_->self = top;
 }
 
-void Fiber::resume() { hal_checker_switch(&context_->other, context_->self); }
-void Fiber::yield() { hal_checker_switch(&context_->self, context_->other); }
+void Fiber::resume() { hal_fiber_switch(&context_->other, context_->self); }
+void Fiber::yield() { hal_fiber_switch(&context_->self, context_->other); }
 
 #else
 
@@ -136,4 +136,4 @@ void Fiber::enter(Fiber* self) noexcept {
     self->yield();
 }
 
-}  // namespace hal::checker
+}  // namespace hal

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``transport=gin_emulated``: the CUDA kernels' own sources on emulated GPUs, on CPUs of one machine (docs/cuda.md).
+
+The session and the engine are those of real GPUs. What differs is here: the library, where arrays live, and how many
+blocks and threads a launch has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from ctypes import c_int, c_void_p
+from typing import TYPE_CHECKING, Any
+
+from hal_host.mesh import close_all, connect_mesh
+
+from hal.errors import ContractError
+from hal_cuda import native
+from hal_cuda.gin_session import Gin, GinSession
+from hal_cuda.session import CudaSession
+from hal_cuda.sizing import Tuning
+
+if TYPE_CHECKING:
+    from hal.bootstrap import Bootstrap
+    from hal.config import ExpertParallelSpec, HalConfig
+
+THREADS = "HAL_CUDA_EMULATOR_THREADS"
+"""Threads of a block, a multiple of 32; few, since every one is a fiber."""
+
+
+def threads() -> int:
+    """What :data:`THREADS` says, or 64."""
+    text = os.environ.get(THREADS, "64")
+    if not text.isdecimal() or int(text) % 32 or not 64 <= int(text) <= 512:
+        raise ContractError(f"{THREADS}={text!r}: give a multiple of 32 from 64 to 512")
+    return int(text)
+
+
+class _Emulated:
+    """What sessions over emulated GPUs have besides. ``links`` are a rank's sockets to the other ranks."""
+
+    _links: list[socket.socket | None]
+    properties: Any
+
+    def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
+        blocks = self.properties.sms
+        return Tuning(blocks, blocks, max(blocks - 1, 1), small_threads=threads(), threads=threads())
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]  # the real session's
+        close_all(self._links)
+
+
+class EmulatedCudaSession(_Emulated, CudaSession):
+    """A rank's connection over emulated GPUs of one NVLink domain. ``links`` are closed with it."""
+
+    def __init__(
+        self,
+        library: native.Library,
+        comm: int,
+        properties: Any,
+        config: HalConfig,
+        bootstrap: Bootstrap,
+        links: list[socket.socket | None],
+    ) -> None:
+        self._links = links
+        super().__init__(library, comm, properties, config, bootstrap, device_name="cpu")
+
+
+class EmulatedGinSession(_Emulated, GinSession):
+    """The same with several domains, and an emulated network card on each rank."""
+
+    def __init__(
+        self,
+        library: native.Library,
+        comm: int,
+        properties: Any,
+        config: HalConfig,
+        bootstrap: Bootstrap,
+        links: list[socket.socket | None],
+    ) -> None:
+        self._links = links
+        gin = Gin(library, comm, config, bootstrap)
+        super().__init__(library, comm, properties, config, bootstrap, gin, device_name="cpu")
+
+
+def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+    """Collective. ``topology.nodes`` equal groups of consecutive ranks are the NVLink domains."""
+    world, rank, nodes = bootstrap.world_size, bootstrap.rank, config.topology.nodes
+    library = native.load_emulated()
+    threads()  # a wrong setting is refused before anything is sent
+    links = connect_mesh(bootstrap)
+    try:
+        numbers = (c_int * world)(*(-1 if link is None else link.fileno() for link in links))
+        comm = library.value("emulator_create", c_void_p, numbers, world, rank, nodes, rank, bootstrap.timeout)
+        properties = native.Properties()
+        library.comm_properties(comm, ctypes.byref(properties))
+        kind = EmulatedCudaSession if properties.lsa_size == world else EmulatedGinSession
+        return kind(library, comm, properties, config, bootstrap, links)
+    except BaseException:
+        close_all(links)
+        raise

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "emulation/block.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "emulation/options.hpp"
+
+namespace hal::cuda::emulation {
+
+thread_local Thread* running = nullptr;
+
+namespace {
+
+constexpr std::byte kPoison{0xA5};
+constexpr const char* kWarpWords[] = {"__syncwarp",      "__shfl_sync",   "__shfl_up_sync",   "__shfl_down_sync",
+                                      "__shfl_xor_sync", "__ballot_sync", "__match_any_sync", "__reduce_add_sync"};
+constexpr const char* kBlockWords[] = {"__syncthreads", "__syncthreads_and", "__syncthreads_or", "__syncthreads_count"};
+
+std::string at(Site site) {
+    const char* slash = std::strrchr(site.file, '/');
+    return std::string(slash != nullptr ? slash + 1 : site.file) + ":" + std::to_string(site.line);
+}
+
+std::string hex(unsigned mask) {
+    char text[16];
+    std::snprintf(text, sizeof text, "0x%08x", mask);
+    return text;
+}
+
+std::uint64_t now() { return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()); }
+
+}  // namespace
+
+void Grid::fail(const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    if (failed_.load(std::memory_order_relaxed)) return;
+    failure_ = what + ": " + text;
+    failed_.store(true, std::memory_order_release);
+}
+
+Block::Block(Grid& grid, unsigned index)
+    : grid_(grid), index_(index), random_(grid.seed ^ (index + 1) * 0x9e3779b97f4a7c15ull),
+      shared_(grid.shared_bytes + 2 * kGuard, kPoison), threads_(grid.threads), warps_((grid.threads + 31) / 32) {}
+
+void Block::start() {
+    for (unsigned i = 0; i < grid_.threads; ++i) {
+        Thread& thread = threads_[i];
+        thread.block = this, thread.thread = i;
+        warps_[i >> 5].ready |= 1u << (i & 31);
+        thread.fiber = std::make_unique<hal::Fiber>([this, &thread] {
+            try {
+                if (!abandoning_) {
+                    grid_.kernel();
+                    end(thread);
+                }
+            } catch (const Abandoned&) {
+            } catch (const std::exception& error) {
+                abandoning_ = true;
+                grid_.fail(name(thread) + ": " + error.what());
+            }
+            thread.state = Thread::ended;
+        });
+    }
+}
+
+void Block::run() {
+    start();
+    while (ended_ < grid_.threads && !abandoning_) {
+        const auto first = static_cast<unsigned>(random_.below(warps_.size()));
+        for (unsigned i = 0; i < warps_.size() && !abandoning_; ++i) {
+            Warp& warp = warps_[(first + i) % warps_.size()];
+            // Lanes of a warp run in an order of the seed's choice: nothing may depend on it.
+            const auto turn = static_cast<unsigned>(random_.next() & 31);
+            while (warp.ready != 0 && !abandoning_)
+                resume(warp, (std::countr_zero(std::rotr(warp.ready, static_cast<int>(turn))) + turn) & 31);
+        }
+        const bool stuck = std::none_of(warps_.begin(), warps_.end(), [](const Warp& w) { return w.ready != 0; });
+        if (stuck && ended_ < grid_.threads && !abandoning_) idle();
+    }
+    for (Thread& thread : threads_) {  // unwind
+        if (thread.state == Thread::ended) continue;
+        running = &thread;
+        thread.fiber->resume();
+    }
+    running = nullptr;
+    if (!grid_.failed()) check_guards();
+}
+
+void Block::resume(Warp& warp, unsigned lane) {
+    Thread& thread = threads_[static_cast<std::size_t>(&warp - warps_.data()) * 32 + lane];
+    warp.ready &= ~(1u << lane);
+    running = &thread;
+    thread.fiber->resume();
+}
+
+void Block::wait(Thread& thread) {
+    thread.fiber->yield();
+    if (abandoning_) throw Abandoned{};
+    thread.state = Thread::ready;
+}
+
+void Block::trap(const std::string& text) {
+    abandoning_ = true;
+    grid_.fail(text);
+    throw Abandoned{};
+}
+
+void Block::end(Thread& thread) {
+    thread.state = Thread::ended;
+    ++ended_;
+    warps_[thread.warp()].ended |= 1u << thread.lane();
+    if (arrived_ > 0)
+        trap(name(thread) + " has ended while " + name(threads_[first_]) + " waits in " +
+             kBlockWords[static_cast<int>(meeting_)] + " at " + at(meeting_site_) +
+             ": every thread of a block must come to a barrier");
+}
+
+// --- barriers ------------------------------------------------------------------------------------------------------
+
+int Block::meet(Thread& thread, BlockWord word, int value, Site site) {
+    if (arrived_ == 0) {
+        meeting_ = word, meeting_site_ = site, first_ = thread.thread, true_ = 0;
+    } else if (word != meeting_ || !(site == meeting_site_)) {
+        trap("divergent barrier: " + name(threads_[first_]) + " is in " + kBlockWords[static_cast<int>(meeting_)] +
+             " at " + at(meeting_site_) + ", " + name(thread) + " in " + kBlockWords[static_cast<int>(word)] + " at " +
+             at(site));
+    }
+    if (ended_ > 0)
+        trap("a barrier that not every thread comes to: " + name(thread) + " is in " +
+             kBlockWords[static_cast<int>(word)] + " at " + at(site) + ", and " + std::to_string(ended_) +
+             " threads have ended");
+    true_ += value != 0;
+    if (++arrived_ == grid_.threads) {
+        finish_meeting();
+        return meeting_result_;
+    }
+    thread.state = Thread::in_block, thread.site = site;
+    wait(thread);
+    return meeting_result_;
+}
+
+void Block::finish_meeting() {
+    const int all = static_cast<int>(grid_.threads);
+    meeting_result_ = meeting_ == BlockWord::all ? true_ == all : meeting_ == BlockWord::any ? true_ > 0 : true_;
+    arrived_ = 0;
+    for (Thread& thread : threads_)
+        if (thread.state == Thread::in_block) warps_[thread.warp()].ready |= 1u << thread.lane();
+}
+
+// --- collectives of a warp -----------------------------------------------------------------------------------------
+
+std::uint64_t Block::exchange(Thread& thread, WarpWord word, unsigned mask, std::uint64_t value, int argument,
+                              Site site) {
+    Warp& warp = warps_[thread.warp()];
+    Thread* lanes = &threads_[thread.warp() * 32];
+    const unsigned own = 1u << thread.lane();
+    const unsigned present = static_cast<unsigned>(std::min<std::size_t>(32, grid_.threads - thread.warp() * 32));
+    const unsigned exist = present == 32 ? 0xffffffffu : (1u << present) - 1u;
+    const std::string_view name_of = kWarpWords[static_cast<int>(word)];
+    if ((mask & own) == 0)
+        trap(name(thread) + " calls " + std::string(name_of) + " at " + at(site) + " with mask " + hex(mask) +
+             ", which does not name its own lane");
+    if ((mask & (warp.ended | ~exist)) != 0)
+        trap(name(thread) + " calls " + std::string(name_of) + " at " + at(site) + " with mask " + hex(mask) +
+             ": lanes " + hex(mask & (warp.ended | ~exist)) + " have ended or do not exist");
+    thread.word = word, thread.mask = mask, thread.value = value, thread.argument = argument, thread.site = site;
+    warp.waiting |= own;
+    if (complete(warp, lanes, thread)) {
+        finish_exchange(warp, lanes, word, mask);
+        warp.ready &= ~own;
+        return thread.result;
+    }
+    thread.state = Thread::in_warp;
+    wait(thread);
+    return thread.result;
+}
+
+// Whether all lanes that `last` waits for wait with it. One that waits elsewhere may still come.
+bool Block::complete(const Warp& warp, const Thread* lanes, const Thread& last) const {
+    if ((warp.waiting & last.mask) != last.mask) return false;
+    for (unsigned left = last.mask; left != 0; left &= left - 1) {
+        const Thread& lane = lanes[std::countr_zero(left)];
+        if (lane.mask != last.mask || lane.word != last.word || !(lane.site == last.site)) return false;
+    }
+    return true;
+}
+
+void Block::finish_exchange(Warp& warp, Thread* lanes, WarpWord word, unsigned mask) {
+    std::uint64_t folded = 0;
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+        const int l = std::countr_zero(left);
+        if (word == WarpWord::ballot && lanes[l].value != 0) folded |= 1ull << l;
+        if (word == WarpWord::add) folded += lanes[l].value;
+    }
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+        const int l = std::countr_zero(left);
+        Thread& lane = lanes[l];
+        int source = l;
+        if (word == WarpWord::shfl) source = lane.argument;
+        if (word == WarpWord::shfl_up) source = l < lane.argument ? l : l - lane.argument;
+        if (word == WarpWord::shfl_down) source = l + lane.argument > 31 ? l : l + lane.argument;
+        if (word == WarpWord::shfl_xor) source = (l ^ lane.argument) & 31;
+        if (word <= WarpWord::shfl_xor && (mask >> source & 1u) == 0)
+            trap(name(lane) + " reads lane " + std::to_string(source) + " in " + kWarpWords[static_cast<int>(word)] +
+                 " at " + at(lane.site) + ", which mask " + hex(mask) + " does not name");
+        if (word <= WarpWord::shfl_xor) lane.result = lanes[source].value;
+        if (word == WarpWord::ballot) lane.result = folded;
+        if (word == WarpWord::add) lane.result = static_cast<std::uint32_t>(folded);
+        if (word != WarpWord::match) continue;
+        lane.result = 0;
+        for (unsigned other = mask; other != 0; other &= other - 1)
+            if (lanes[std::countr_zero(other)].value == lane.value) lane.result |= 1ull << std::countr_zero(other);
+    }
+    warp.waiting &= ~mask;
+    warp.ready |= mask;
+}
+
+// --- waits ---------------------------------------------------------------------------------------------------------
+
+void Block::poll(Thread& thread) {
+    thread.state = Thread::polling;
+    warps_[thread.warp()].polling |= 1u << thread.lane();
+    wait(thread);
+}
+
+// Every thread waits: those that look at memory look again, after other blocks and ranks had the processor.
+void Block::idle() {
+    if (grid_.failed()) {
+        abandoning_ = true;
+        return;
+    }
+    unsigned polling = 0;
+    for (Warp& warp : warps_) {
+        polling |= warp.polling;
+        warp.ready = std::exchange(warp.polling, 0u);
+    }
+    if (polling == 0) {
+        abandoning_ = true;
+        grid_.fail("block " + std::to_string(index_) + " can never go on: " + who_waits());
+        return;
+    }
+    if (progress_) {
+        progress_ = false, idle_turns_ = 0;
+        return;
+    }
+    if (++idle_turns_ < 16) {
+        sched_yield();
+        return;
+    }
+    if (idle_turns_ == 16) idle_since_ = now();
+    if (static_cast<double>(now() - idle_since_) * 1e-9 > options().limit_seconds) {
+        abandoning_ = true;
+        grid_.fail("block " + std::to_string(index_) + " has only looked at memory for " +
+                   std::to_string(static_cast<int>(options().limit_seconds)) +
+                   " s: a wait without a time limit? (HAL_CUDA_EMULATOR_LIMIT sets the seconds) " + who_waits());
+        return;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(std::min(idle_turns_, 100)));
+}
+
+void Block::check_guards() {
+    const auto touched = [&](std::size_t from) {
+        return std::any_of(shared_.begin() + static_cast<std::ptrdiff_t>(from),
+                           shared_.begin() + static_cast<std::ptrdiff_t>(from + kGuard),
+                           [](std::byte b) { return b != kPoison; });
+    };
+    if (touched(0) || touched(kGuard + grid_.shared_bytes))
+        grid_.fail("block " + std::to_string(index_) + " wrote outside of its " + std::to_string(grid_.shared_bytes) +
+                   " bytes of dynamic shared memory");
+}
+
+// --- words for messages --------------------------------------------------------------------------------------------
+
+std::string Block::name(const Thread& thread) const {
+    return "thread " + std::to_string(thread.thread) + " of block " + std::to_string(index_);
+}
+
+std::string Block::who_waits() const {
+    std::string text;
+    int named = 0;
+    const Thread* before = nullptr;
+    for (const Thread& thread : threads_) {
+        if (thread.state != Thread::in_warp && thread.state != Thread::in_block && thread.state != Thread::polling)
+            continue;
+        if (before != nullptr && before->state == thread.state && before->site == thread.site &&
+            before->mask == thread.mask && before->warp() == thread.warp())
+            continue;  // like its neighbour
+        before = &thread;
+        if (++named > 8) return text + ", ...";
+        if (!text.empty()) text += ", ";
+        text += "thread " + std::to_string(thread.thread);
+        if (thread.state == Thread::polling)
+            text += " looks at memory";
+        else if (thread.state == Thread::in_block)
+            text += std::string(" is in ") + kBlockWords[static_cast<int>(meeting_)] + " at " + at(thread.site);
+        else
+            text += std::string(" is in ") + kWarpWords[static_cast<int>(thread.word)] + " with mask " +
+                    hex(thread.mask) + " at " + at(thread.site);
+    }
+    return text;
+}
+
+}  // namespace hal::cuda::emulation

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the emulated library has besides hal_cuda.h. Its communicators are made here, since there is no NCCL below it.
+ */
+#ifndef HAL_CUDA_EMULATOR_H
+#define HAL_CUDA_EMULATOR_H
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* links[p]: a connected Unix stream socket to rank p of this machine (links[rank] is not looked at), the caller's, which
+ * stays open as long as the communicator; windows are made by passing descriptors over them. `nodes` equal groups of
+ * consecutive ranks are the LSA teams. `seconds` bounds every exchange. */
+int hal_cuda_emulator_create(const int* links, int world, int rank, int nodes, int device, double seconds, void** comm);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

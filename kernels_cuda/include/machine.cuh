@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a GPU and its emulation on CPUs (host_shim/machine.cuh) do differently, and nothing else: words of PTX, plain
+// accesses of windows, dynamic shared memory, and starting a kernel. The include path chooses between the two.
+//
+// Kernels touch windows, their own rank's and the peers', by the words below, by __ldg and by __ldcg only: the emulation
+// has to see every access to know which stores a fence has to force out.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hal::cuda {
+
+__device__ __forceinline__ std::uint64_t load_acquire(const std::uint64_t* p) {
+    std::uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* p) {
+    std::uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ std::uint32_t load_acquire_gpu(const std::uint32_t* p) {
+    std::uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ std::uint64_t load_relaxed(const std::uint64_t* p) {
+    std::uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+// Two words of one 16-byte line, read at once.
+__device__ __forceinline__ void load_relaxed_gpu(const unsigned long long* p, unsigned long long& first,
+                                                 unsigned long long& second) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(std::uint32_t* p, std::uint32_t v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_release(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void add_release(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void add_relaxed(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ std::uint64_t nanoseconds() {
+    std::uint64_t t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+// Plain accesses of windows, at most 16 bytes each and aligned to their size.
+template <class T>
+__device__ __forceinline__ void store_window(T* p, T v) {
+    *p = v;
+}
+template <class T>
+__device__ __forceinline__ T load_window(const T* p) {
+    return *p;
+}
+
+// The dynamic shared memory of this block.
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+    extern __shared__ uint4 hal_dynamic_shared[];
+    return reinterpret_cast<T*>(hal_dynamic_shared);
+}
+
+// Threads of the ordering words' interpreter.
+constexpr int kWordThreads = 512;
+// Of arrays in device memory, as DLPack numbers kinds of devices: CUDA.
+constexpr std::int32_t kDlpackDevice = 2;
+
+template <class Kernel, class... Args>
+cudaError_t start_kernel(Kernel kernel, const char*, int blocks, int threads, std::size_t shared, cudaStream_t stream,
+                         const Args&... args) {
+    kernel<<<blocks, threads, shared, stream>>>(args...);
+    return cudaGetLastError();
+}
+// The host looks again and again at memory that a kernel writes.
+inline void host_looks_again() {}
+
+}  // namespace hal::cuda
