@@ -170,7 +170,7 @@ def _judged(program: Program, n: int, ranks: Sequence[_Told]) -> TransportRun | 
 
 
 def holds(condition: Condition, seen: Mapping[tuple[int, str], int]) -> bool | None:
-    """Whether a condition holds for these registers; None if it speaks of final memory or of a deadlock."""
+    """Whether a condition holds for these registers of a run that ended; None if it speaks of final memory."""
     if condition.op in ("and", "or"):
         assert isinstance(condition.left, Condition)
         assert isinstance(condition.right, Condition)
@@ -179,7 +179,7 @@ def holds(condition: Condition, seen: Mapping[tuple[int, str], int]) -> bool | N
             return None
         return all(both) if condition.op == "and" else any(both)
     if condition.op == "is":
-        return None
+        return False  # a deadlock
     values = []
     for term in (condition.left, condition.right):
         assert isinstance(term, Term)
