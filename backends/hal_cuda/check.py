@@ -22,7 +22,7 @@ from hal.config import ExpertParallelSpec, HalConfig, TopologyConfig
 from hal.errors import ContractError, HalError
 from hal.launch import spawn
 from hal_cuda import native
-from hal_cuda.emulated import mutations
+from hal_cuda.emulated import MUTATIONS
 
 if TYPE_CHECKING:
     from hal.communicator import Communicator
@@ -64,20 +64,19 @@ def check(
 ) -> Report:
     """On each seed ``rounds`` dispatches and combines of random routings, whole and in halves by turns, then a reused
     handle, then dispatches in flight together (but for schedule hierarchical), then one round more. ``mutation`` names a
-    defect planted below the kernels (hal_cuda.emulated.mutations).
+    defect planted below the kernels (hal_cuda.emulated.MUTATIONS).
 
     Raises ContractError for what the kernels do not do, and for an unknown mutation.
     """
-    known = mutations()
-    if mutation not in known:
-        raise ContractError(f"unknown mutation '{mutation}'; known: {', '.join(known)}")
+    if mutation not in MUTATIONS:
+        raise ContractError(f"unknown mutation '{mutation}'; known: {', '.join(MUTATIONS)}")
     spec = replace(spec, timeout=SECONDS)
     config = HalConfig("cuda", TRANSPORT, TopologyConfig(nodes), timeout=SECONDS)
     batches = _batches(spec, ranks, nodes, rounds)
     findings: list[Finding] = []
     runs = steps = 0
     for seed in seeds:
-        with _adversary(seed, known[mutation]):
+        with _adversary(seed, MUTATIONS.index(mutation)):
             try:
                 steps += sum(spawn(ranks, _rank, spec, batches, config=config))
             except ContractError:
@@ -131,6 +130,7 @@ def _adversary(seed: int, mutation: int) -> Iterator[None]:
         yield
     finally:
         library.emulator_mutate(0)
+        library.emulator_configure(1, 1)
         if before is None:
             del os.environ[NETWORK_SEED]
         else:

@@ -25,8 +25,20 @@ if TYPE_CHECKING:
     from hal.bootstrap import Bootstrap
     from hal.config import ExpertParallelSpec, HalConfig
 
+ONE_DOMAIN = "HAL_CUDA_EMULATOR_ONE_DOMAIN"
+"""Set to 1, all ranks are in one NVLink domain, and topology.nodes says how sums are grouped, as on one real domain."""
 THREADS = "HAL_CUDA_EMULATOR_THREADS"
 """Threads of a block, a multiple of 32; few, since every one is a fiber."""
+
+MUTATIONS = (
+    "none",
+    "fence_does_nothing",
+    "fence_at_gpu_scope",
+    "gpu_fence_does_nothing",
+    "release_is_relaxed",
+    "barrier_without_order",
+)
+"""Defects that can be planted below the kernels: emulation::Mutation, in its order (kernels_cuda/emulation/order.hpp)."""
 
 
 def threads() -> int:
@@ -86,8 +98,9 @@ class EmulatedGinSession(_Emulated, GinSession):
 
 
 def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
-    """Collective. ``topology.nodes`` equal groups of consecutive ranks are the NVLink domains."""
-    world, rank, nodes = bootstrap.world_size, bootstrap.rank, config.topology.nodes
+    """Collective. ``topology.nodes`` equal groups of consecutive ranks are the NVLink domains, or :data:`ONE_DOMAIN`."""
+    world, rank = bootstrap.world_size, bootstrap.rank
+    nodes = 1 if os.environ.get(ONE_DOMAIN) == "1" else config.topology.nodes
     library = native.load_emulated()
     threads()  # a wrong setting is refused before anything is sent
     links = connect_mesh(bootstrap)

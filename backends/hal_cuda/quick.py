@@ -98,13 +98,8 @@ class Quick:
 
     def _result(self, pending: Any, tokens: int) -> Dispatched:
         engine, torch, lease, state = self._engine, self._torch, pending.lease, pending.state
-        place, rows, library, device, index = (
-            engine.place,
-            pending.state.rows,
-            engine.library,
-            engine.device,
-            self._index,
-        )
+        place, rows, library = engine.place, pending.state.rows, engine.library
+        device, index = engine.device, self._index
         base = engine.slot_address(lease.slot)
         expert = self._layout == "expert"
         words = (rows,) if expert else (rows, self._k)

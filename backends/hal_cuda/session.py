@@ -43,7 +43,13 @@ class SymmetricMemory:
         """An engine's arrays still view it: it goes with the process."""
 
     def at(self, peer: int, offset: int) -> int:
-        return int(self.record.peers + self._domain.index(peer) * self.record.peer_stride + offset)
+        """As this device addresses it. ContractError for a rank of another NVLink domain, which has no address here."""
+        if peer not in self._domain:
+            raise ContractError(
+                f"rank {peer} is in another NVLink domain than this rank's ({self._domain[0]} … {self._domain[-1]}): loads and "
+                "stores do not reach it, operations between domains need GIN"
+            )
+        return int(self.record.peers + (peer - self._domain[0]) * self.record.peer_stride + offset)
 
     @property
     def in_use(self) -> bool:
@@ -213,6 +219,11 @@ class CudaSession:
     # --- dispatch and combine ------------------------------------------------------------------------------------
 
     def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
+        if len(self.domain) != self.world_size:
+            raise ContractError(
+                f"{self.world_size} ranks in NVLink domains of {len(self.domain)}: dispatch and combine run within one domain, "
+                "set topology.nodes=1 or run fewer ranks"
+            )
         engine = CudaEngine(self, spec)
         self._engines.add(engine)
         return engine

@@ -46,7 +46,8 @@ void Grid::fail(const std::string& text) {
 
 Block::Block(Grid& grid, unsigned index)
     : grid_(grid), index_(index), random_(grid.seed ^ (index + 1) * 0x9e3779b97f4a7c15ull),
-      shared_(grid.shared_bytes + 2 * kGuard, kPoison), threads_(grid.threads), warps_((grid.threads + 31) / 32) {}
+      shared_(grid.shared_bytes + 2 * kGuard, kPoison), threads_(grid.threads), warps_((grid.threads + 31) / 32),
+      regions_(emulation::regions()), keeps_back_(options().adversary), is_late_(random_.below(8) == 0) {}
 
 void Block::start() {
     for (unsigned i = 0; i < grid_.threads; ++i) {
@@ -89,6 +90,7 @@ void Block::run() {
         thread.fiber->resume();
     }
     running = nullptr;
+    let_out(true);
     if (!grid_.failed()) check_guards();
 }
 
@@ -149,6 +151,7 @@ void Block::finish_meeting() {
     const int all = static_cast<int>(grid_.threads);
     meeting_result_ = meeting_ == BlockWord::all ? true_ == all : meeting_ == BlockWord::any ? true_ > 0 : true_;
     arrived_ = 0;
+    if (mutation.load(std::memory_order_relaxed) != Mutation::barrier_without_order) ++meetings_;
     for (Thread& thread : threads_)
         if (thread.state == Thread::in_block) warps_[thread.warp()].ready |= 1u << thread.lane();
 }
@@ -192,6 +195,7 @@ bool Block::complete(const Warp& warp, const Thread* lanes, const Thread& last) 
 }
 
 void Block::finish_exchange(Warp& warp, Thread* lanes, WarpWord word, unsigned mask) {
+    if (word == WarpWord::sync) order_warp(warp, lanes, mask);
     std::uint64_t folded = 0;
     for (unsigned left = mask; left != 0; left &= left - 1) {
         const int l = std::countr_zero(left);
@@ -235,6 +239,7 @@ void Block::idle() {
         abandoning_ = true;
         return;
     }
+    let_out(false);
     unsigned polling = 0;
     for (Warp& warp : warps_) {
         polling |= warp.polling;
@@ -256,8 +261,9 @@ void Block::idle() {
     if (idle_turns_ == 16) idle_since_ = now();
     if (static_cast<double>(now() - idle_since_) * 1e-9 > options().limit_seconds) {
         abandoning_ = true;
-        grid_.fail("block " + std::to_string(index_) + " has only looked at memory for " +
-                   std::to_string(static_cast<int>(options().limit_seconds)) +
+        char seconds[32];
+        std::snprintf(seconds, sizeof seconds, "%g", options().limit_seconds);
+        grid_.fail("block " + std::to_string(index_) + " has only looked at memory for " + seconds +
                    " s: a wait without a time limit? (HAL_CUDA_EMULATOR_LIMIT sets the seconds) " + who_waits());
         return;
     }
@@ -273,6 +279,118 @@ void Block::check_guards() {
     if (touched(0) || touched(kGuard + grid_.shared_bytes))
         grid_.fail("block " + std::to_string(index_) + " wrote outside of its " + std::to_string(grid_.shared_bytes) +
                    " bytes of dynamic shared memory");
+}
+
+// --- memory --------------------------------------------------------------------------------------------------------
+
+bool Block::is_window(const void* p, std::size_t bytes) {
+    if (last_region_ == nullptr || !last_region_->holds(p)) {
+        const auto after = std::upper_bound(regions_->begin(), regions_->end(), p, [](const void* at, const Region& r) {
+            return static_cast<const std::byte*>(at) < r.begin;
+        });
+        if (after == regions_->begin() || !std::prev(after)->holds(p)) return false;
+        last_region_ = &*std::prev(after);
+    }
+    if (!last_region_->is_memory(p, bytes))
+        trap(name(*running) + " accesses " + std::to_string(bytes) +
+             " bytes outside of a window: " + last_region_->describe(p));
+    return true;
+}
+
+// How long a store is kept back while its block waits: words that others look at go soon and overtake the data that
+// was stored before them. Most launches keep data for a short while, some for long.
+void Block::keep(const Thread& thread, void* p, const void* value, std::size_t bytes, bool atomic) {
+    Store store;
+    store.to = static_cast<std::byte*>(p), store.bytes = static_cast<std::uint8_t>(bytes);
+    std::memcpy(store.value, value, bytes);
+    store.thread = thread.thread, store.meetings = meetings_, store.clock = thread.clock;
+    const std::uint64_t most = atomic ? 2'000 : is_late_ ? 3'000'000 : 300'000;
+    store.due = now() + random_.below(most);
+    own_.add(store);
+    if (atomic && random_.below(2) == 0) own_.flush(p, bytes);
+}
+
+// Whether a store happens before what `thread` does now: by the order of its own program, by a barrier of the block, or
+// by __syncwarp. Other collectives of a warp promise no order of memory.
+bool Block::covers(const Thread& thread, const Store& store) const {
+    if (store.thread == thread.thread || store.meetings < meetings_) return true;
+    if (store.thread >> 5 != thread.warp()) return false;
+    return store.clock <= warps_[thread.warp()].known[thread.lane()][store.thread & 31];
+}
+
+void Block::order_warp(Warp& warp, Thread* lanes, unsigned mask) {
+    std::uint32_t joined[32] = {};
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+        const int l = std::countr_zero(left);
+        for (int j = 0; j < 32; ++j) joined[j] = std::max(joined[j], warp.known[l][j]);
+    }
+    for (unsigned left = mask; left != 0; left &= left - 1) {
+        const int l = std::countr_zero(left);
+        joined[l] = std::max(joined[l], lanes[l].clock++);
+    }
+    for (unsigned left = mask; left != 0; left &= left - 1)
+        std::copy(joined, joined + 32, warp.known[std::countr_zero(left)]);
+}
+
+void Block::fence(Thread& thread, bool system) {
+    const Mutation defect = mutation.load(std::memory_order_relaxed);
+    if (system && defect == Mutation::fence_does_nothing) return;
+    if (!system && defect == Mutation::gpu_fence_does_nothing) return;
+    fence_covered(thread, system && defect != Mutation::fence_at_gpu_scope);
+}
+
+void Block::before_release(Thread& thread, const void* p, std::size_t bytes) {
+    if (mutation.load(std::memory_order_relaxed) != Mutation::release_is_relaxed) fence_covered(thread, true);
+    own_.flush(p, bytes);
+}
+
+void Block::fence_covered(Thread& thread, bool system) {
+    GpuVisible& visible = grid_.gpu_visible;
+    if (std::exchange(looked_, false)) acquired_ = visible.number.load(std::memory_order_acquire);
+    const auto covered = [&](const Store& store) { return covers(thread, store); };
+    if (system) {
+        own_.take(covered, [](const Store& store) { store.apply(); });
+        if (visible.size.load(std::memory_order_acquire) != 0) {
+            const std::lock_guard lock(visible.mutex);
+            visible.stores.take([&](const Store& store) { return store.number <= acquired_; },
+                                [](const Store& store) { store.apply(); });
+            visible.size.store(visible.stores.size(), std::memory_order_release);
+        }
+    } else if (!own_.empty()) {
+        const std::lock_guard lock(visible.mutex);
+        own_.take(covered, [&](Store store) {
+            store.number = visible.number.load(std::memory_order_relaxed) + 1;
+            visible.stores.add(store);
+            visible.number.store(store.number, std::memory_order_release);
+        });
+        visible.size.store(visible.stores.size(), std::memory_order_release);
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void Block::overlay_gpu_visible(const void* p, void* value, std::size_t bytes) {
+    const std::lock_guard lock(grid_.gpu_visible.mutex);
+    grid_.gpu_visible.stores.overlay(p, value, bytes);
+}
+
+void Block::saw(bool acquires) {
+    if (acquires)
+        acquired_ = grid_.gpu_visible.number.load(std::memory_order_acquire);
+    else
+        looked_ = true;
+}
+
+// Stores become visible by themselves while their block waits, and at its end.
+void Block::let_out(bool all) {
+    GpuVisible& visible = grid_.gpu_visible;
+    if (own_.empty() && visible.size.load(std::memory_order_acquire) == 0) return;
+    if (all && is_late_ && !grid_.failed()) std::this_thread::sleep_for(std::chrono::microseconds(random_.below(1000)));
+    const std::uint64_t time = now();
+    own_.take([&](const Store& store) { return all || store.due <= time; }, [](const Store& store) { store.apply(); });
+    const std::lock_guard lock(visible.mutex);
+    visible.stores.take([&](const Store& store) { return store.due <= time; },
+                        [](const Store& store) { store.apply(); });
+    visible.size.store(visible.stores.size(), std::memory_order_release);
 }
 
 // --- words for messages --------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "emulation/order.hpp"
 #include "emulation/random.hpp"
+#include "emulation/regions.hpp"
 #include "fiber/fiber.hpp"
 
 namespace hal::cuda::emulation {
@@ -40,6 +42,7 @@ struct Thread {
     int argument = 0;
     Site site;
     std::uint64_t value = 0, result = 0;
+    std::uint32_t clock = 1;
     // What it looked at last, and saw.
     const void* polled = nullptr;
     std::uint64_t seen = 0;
@@ -59,6 +62,7 @@ struct Grid {
     std::function<void()> kernel;
     std::uint64_t seed = 0;
     int device = 0;
+    GpuVisible gpu_visible;
 
     void fail(const std::string& text);
     bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -102,16 +106,40 @@ class Block {
         thread.polled = p, thread.seen = word;
         return value;
     }
-    void fence(Thread&, bool) { std::atomic_thread_fence(std::memory_order_seq_cst); }
-    void before_atomic(Thread&, const void*, std::size_t) {}
     [[noreturn]] void trap(const std::string& text);
 
+    // --- memory (order.hpp) ---
+    // Whether p lies in a window. Ends the launch when it lies beside one, or in one of a rank without an address here.
+    bool is_window(const void* p, std::size_t bytes);
+    void check(const void* p, std::size_t bytes) { is_window(p, bytes); }
+    bool keeps_back() const { return keeps_back_; }
+    void keep(const Thread& thread, void* p, const void* value, std::size_t bytes, bool atomic);
+    void overlay(const void* p, void* value, std::size_t bytes) {
+        if (grid_.gpu_visible.size.load(std::memory_order_acquire) != 0) overlay_gpu_visible(p, value, bytes);
+        own_.overlay(p, value, bytes);
+    }
+    void fence(Thread& thread, bool system);
+    void before_release(Thread& thread, const void* p, std::size_t bytes);
+    // Makes this block's stores to these words visible, since what follows acts on memory itself.
+    void flush(const void* p, std::size_t bytes) { own_.flush(p, bytes); }
+    // A word that others write was looked at, or acted on by an atomic: what a fence of another block of this GPU covered
+    // before it wrote there comes with it.
+    void saw(bool acquires);
+
   private:
-    static constexpr std::size_t kGuard = 256;  // poisoned bytes on both sides of dynamic shared memory
     struct Warp {
         unsigned ready = 0, polling = 0, waiting = 0, ended = 0;
+        // Which stores of lane j happen before what lane i does next: those with a clock up to known[i][j].
+        std::uint32_t known[32][32] = {};
     };
 
+    bool covers(const Thread& thread, const Store& store) const;
+    void fence_covered(Thread& thread, bool system);
+    void overlay_gpu_visible(const void* p, void* value, std::size_t bytes);
+    void order_warp(Warp& warp, Thread* lanes, unsigned mask);
+    void let_out(bool all);
+
+    static constexpr std::size_t kGuard = 256;  // poisoned bytes on both sides of dynamic shared memory
     void start();
     void resume(Warp& warp, unsigned lane);
     void wait(Thread& thread);
@@ -139,6 +167,15 @@ class Block {
     BlockWord meeting_{};
     Site meeting_site_;
     int true_ = 0, meeting_result_ = 0;
+    // Memory.
+    std::shared_ptr<const Regions> regions_;
+    const Region* last_region_ = nullptr;
+    bool keeps_back_, is_late_;
+    StoreBuffer own_;
+    std::uint32_t meetings_ = 1;  // barriers so far, and one
+    std::uint64_t acquired_ =
+        0;                 // what is visible on this GPU up to this number happens before this block's next fence
+    bool looked_ = false;  // a word was read without acquiring since the last fence
 };
 
 }  // namespace hal::cuda::emulation

@@ -142,6 +142,8 @@ std::string run_launch(unsigned blocks, unsigned threads, std::size_t shared_byt
     run(0);
     std::unique_lock lock(mutex);
     ended.wait(lock, [&] { return left == 0; });
+    // The end of a launch makes its stores visible.
+    grid.gpu_visible.stores.take([](const Store&) { return true; }, [](const Store& store) { store.apply(); });
     return grid.failed() ? grid.failure() : std::string();
 }
 

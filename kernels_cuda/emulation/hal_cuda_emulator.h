@@ -15,6 +15,13 @@ extern "C" {
  * consecutive ranks are the LSA teams. `seconds` bounds every exchange. */
 int hal_cuda_emulator_create(const int* links, int world, int rank, int nodes, int device, double seconds, void** comm);
 
+/* Plants a defect below the kernels, for tests: a member of emulation::Mutation (order.hpp); 0 takes it away. */
+int hal_cuda_emulator_mutate(int defect);
+/* The seed of the launches from now on, and whether stores are kept back. */
+int hal_cuda_emulator_configure(uint64_t seed, int adversary);
+/* Seconds after which a block that only looks at memory ends its launch. */
+int hal_cuda_emulator_limit(double seconds);
+
 #ifdef __cplusplus
 }
 #endif

@@ -174,11 +174,14 @@ inline unsigned __activemask() = delete;  // what it gives is not defined well e
 // --- atomics -------------------------------------------------------------------------------------------------------
 
 namespace hal::cuda::emulation {
-// Atomics are relaxed on a GPU. What a fence of another block of this GPU covered before it wrote here comes with them.
 template <class T, class Do>
 T atomic(T* p, Do&& what) {
-    running->block->before_atomic(*running, p, sizeof(T));
-    return what();
+    Block& block = *running->block;
+    block.check(p, sizeof(T));
+    block.flush(p, sizeof(T));
+    const T seen = what();
+    block.saw(true);
+    return seen;
 }
 }  // namespace hal::cuda::emulation
 

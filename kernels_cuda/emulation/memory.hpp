@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel's accesses of memory do.
+// What a kernel's accesses of memory do. Windows are told by their addresses; other memory is accessed at once.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -10,15 +10,12 @@ namespace hal::cuda::emulation {
 
 template <class T>
 T read(const T* p) {
-    if constexpr (sizeof(T) <= 8 && (sizeof(T) & (sizeof(T) - 1)) == 0) {
-        T value;
+    T value;
+    if constexpr (sizeof(T) <= 8 && (sizeof(T) & (sizeof(T) - 1)) == 0)
         __atomic_load(p, &value, __ATOMIC_ACQUIRE);
-        return value;
-    } else {
-        T value;
+    else
         std::memcpy(&value, p, sizeof value);
-        return value;
-    }
+    return value;
 }
 template <class T>
 void write(T* p, T value) {
@@ -30,11 +27,36 @@ void write(T* p, T value) {
 
 template <class T>
 T load(const T* p) {
-    return read(p);
+    Block& block = *running->block;
+    block.check(p, sizeof(T));
+    T value = read(p);
+    block.overlay(p, &value, sizeof value);
+    return value;
 }
+// A plain store, or (`atomic`) a relaxed one of a single word.
 template <class T>
-void store(T* p, T value) {
-    write(p, value);
+void store(T* p, T value, bool atomic) {
+    static_assert(sizeof(T) <= 16);
+    Block& block = *running->block;
+    if (block.is_window(p, sizeof(T)) && block.keeps_back())
+        block.keep(*running, p, &value, sizeof value, atomic);
+    else
+        write(p, value);
+}
+// Of memory that others write meanwhile. `acquires`: what they released comes with it.
+template <class T>
+T look(const T* p, bool acquires) {
+    Block& block = *running->block;
+    const T value = block.look(*running, p, load<T>);
+    block.saw(acquires);
+    return value;
+}
+template <class T, class Do>
+void release(T* p, Do&& write_word) {
+    Block& block = *running->block;
+    block.check(p, sizeof(T));
+    block.before_release(*running, p, sizeof(T));
+    write_word();
 }
 
 }  // namespace hal::cuda::emulation

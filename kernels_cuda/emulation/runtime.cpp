@@ -48,6 +48,23 @@ int hal_cuda_emulator_create(const int* links, int world, int rank, int nodes, i
     return 0;
 }
 
+int hal_cuda_emulator_mutate(int defect) {
+    if (defect < 0 || defect >= static_cast<int>(Mutation::count))
+        return fail("no such defect: " + std::to_string(defect));
+    mutation.store(static_cast<Mutation>(defect));
+    return 0;
+}
+
+int hal_cuda_emulator_configure(std::uint64_t seed, int adversary) {
+    options().seed = seed, options().adversary = adversary != 0;
+    return 0;
+}
+
+int hal_cuda_emulator_limit(double seconds) {
+    options().limit_seconds = seconds;
+    return 0;
+}
+
 int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
     const Communicator& c = of(comm);
     *out = {};
@@ -62,7 +79,9 @@ int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
 
 // After a failure (`abort`) kernels may still run into their limit, so the windows stay.
 int hal_cuda_comm_destroy(void* comm, int abort) {
-    if (!abort) delete &of(comm);
+    if (abort) return 0;
+    of(comm).leave_windows();
+    delete &of(comm);
     return 0;
 }
 

@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "emulation/regions.hpp"
+
 namespace hal::cuda::emulation {
 namespace {
 
@@ -125,9 +127,32 @@ Window::Window(const Communicator& comm, std::vector<int> descriptors, std::size
         }
         parts_[static_cast<std::size_t>(r)] = at;
     }
+    add_region({base_, span_, stride_, bytes, comm.lsa_size(), comm.lsa_first()});
 }
 
-Window::~Window() { munmap(base_, span_); }
+Window::~Window() {
+    remove_region(base_);
+    munmap(base_, span_);
+}
+
+void Window::keep_own_part(int rank) {
+    remove_region(base_);
+    others_.clear();
+    std::byte* own = of_rank(rank);
+    const auto before = static_cast<std::size_t>(own - base_);
+    const std::size_t end = before + stride_;  // a multiple of pages
+    if (before > 0) munmap(base_, before);
+    if (end < span_) munmap(base_ + end, span_ - end);
+}
+
+void Communicator::leave_windows() {
+    const std::lock_guard lock(mutex_);
+    for (auto& window : windows) {
+        window->keep_own_part(rank);
+        new std::shared_ptr<Window>(std::move(window));  // never given back
+    }
+    windows.clear();
+}
 
 std::shared_ptr<Window> Communicator::create(std::size_t bytes) {
     Descriptors parts(world);

@@ -25,6 +25,9 @@ class Window {
     Window(const Window&) = delete;
     Window& operator=(const Window&) = delete;
 
+    // Gives up the peers' parts; this rank's stays, since arrays view it.
+    void keep_own_part(int rank);
+
     // Any rank's part, for the NIC.
     std::byte* of_rank(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
     std::size_t bytes() const { return bytes_; }
@@ -56,6 +59,8 @@ struct Communicator {
     // Collective: a window of equally many bytes on every rank. Throws std::runtime_error with the reason.
     std::shared_ptr<Window> create(std::size_t bytes);
     void destroy(Window* window);
+    // Windows that were not destroyed are still viewed by arrays: what these see goes with the process.
+    void leave_windows();
     // The window with this handle, which is its address; nullptr when there is none.
     std::shared_ptr<Window> find(std::uint64_t handle);
 

@@ -11,35 +11,32 @@
 
 namespace hal::cuda {
 
-inline std::uint64_t load_acquire(const std::uint64_t* p) {
-    return emulation::running->block->look(*emulation::running, p, emulation::read<std::uint64_t>);
-}
-inline std::uint32_t load_acquire(const std::uint32_t* p) {
-    return emulation::running->block->look(*emulation::running, p, emulation::read<std::uint32_t>);
-}
-inline std::uint32_t load_acquire_gpu(const std::uint32_t* p) { return load_acquire(p); }
-inline std::uint64_t load_relaxed(const std::uint64_t* p) { return load_acquire(p); }
+inline std::uint64_t load_acquire(const std::uint64_t* p) { return emulation::look(p, true); }
+inline std::uint32_t load_acquire(const std::uint32_t* p) { return emulation::look(p, true); }
+inline std::uint32_t load_acquire_gpu(const std::uint32_t* p) { return emulation::look(p, true); }
+inline std::uint64_t load_relaxed(const std::uint64_t* p) { return emulation::look(p, false); }
 inline void load_relaxed_gpu(const unsigned long long* p, unsigned long long& first, unsigned long long& second) {
-    first = emulation::read(p), second = emulation::read(p + 1);
+    first = emulation::load(p), second = emulation::load(p + 1);
 }
-inline void store_relaxed(std::uint64_t* p, std::uint64_t v) { emulation::store(p, v); }
-inline void store_relaxed(std::uint32_t* p, std::uint32_t v) { emulation::store(p, v); }
+inline void store_relaxed(std::uint64_t* p, std::uint64_t v) { emulation::store(p, v, true); }
+inline void store_relaxed(std::uint32_t* p, std::uint32_t v) { emulation::store(p, v, true); }
 inline void store_release(std::uint64_t* p, std::uint64_t v) {
-    emulation::running->block->fence(*emulation::running, true);
-    emulation::write(p, v);
+    emulation::release(p, [&] { emulation::write(p, v); });
 }
 inline void add_release(std::uint64_t* p, std::uint64_t v) {
-    emulation::running->block->fence(*emulation::running, true);
-    __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+    emulation::release(p, [&] { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); });
 }
-inline void add_relaxed(std::uint64_t* p, std::uint64_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+inline void add_relaxed(std::uint64_t* p, std::uint64_t v) {  // overtakes whatever is kept back, but for its own word
+    emulation::running->block->before_atomic(*emulation::running, p, sizeof *p);
+    __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
 inline std::uint64_t nanoseconds() {
     return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
 template <class T>
-void store_window(T* p, std::type_identity_t<T> v) {
-    emulation::store(p, v);
+void store_window(T* p, T v) {
+    emulation::store(p, v, false);
 }
 template <class T>
 T load_window(const T* p) {
