@@ -26,7 +26,7 @@ class Nic {
   public:
     // Everything that the contract allows, in times that keep tests quick.
     static constexpr const char* kDefaultFaults =
-        "reorder=60us,split=1K,publish=40us,source_early,read=40us,complete=20us";
+        "reorder=250us,split=1K,publish=40us,source_early,read=40us,complete=20us";
 
     // Memory as this rank maps it; `keep` holds the mapping until the operation has ended.
     struct Span {
