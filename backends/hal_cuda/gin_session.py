@@ -237,12 +237,6 @@ class GinSession(CudaSession):
         self.library.stream_sync(self.device, self.stream)
         self.check(seconds)
 
-    def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
-        raise ContractError(
-            f"dispatch and combine of backend 'cuda' stay within one NVLink domain so far, and this run has "
-            f"{self.world_size // len(self.domain)}: use ranks of one domain, or the ordering words (put, signal, quiet)"
-        )
-
     # --- end -----------------------------------------------------------------------------------------------------
 
     def _end_waits(self, value: int) -> None:
