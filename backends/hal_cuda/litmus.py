@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 LINE, RANKS, THREADS = 64, 8, 8
 PUT, SIGNAL, WAIT, QUIET, BARRIER, WRITE, READ = range(7)
-PAUSE_NS = 5000
+PAUSE_NS, EMULATED_PAUSE_NS = 5_000, 300_000
+"""Pauses between instructions last up to this: as long as stores stay unseen, there and on emulated GPUs."""
 NETWORK_QUEUE = "gin"
 """A queue of this name goes over GIN also to ranks that stores reach (``queues gin stores``)."""
 
@@ -222,7 +223,7 @@ class _Play:
         run = native.Litmus(
             ops=ops, results=results, window=int(self.memory.record.handle),
             off_starts=starts, off_barriers=barriers, off_lines=lines,
-            seed=self.seed & (2**64 - 1), pause_ns=PAUSE_NS,
+            seed=self.seed & (2**64 - 1), pause_ns=EMULATED_PAUSE_NS if session.device_name == "cpu" else PAUSE_NS,
             repetitions=self.repetitions, lines=self.code.lines,
             all_threads=(1 << len(ranks)) - 1,
             barrier_threads=sum(

@@ -34,6 +34,7 @@ class Player {
             pause(i);
             if (!step(ops[i])) return false;
         }
+        pause(run_.ops_count);  // before everything is completed
         return true;
     }
 
