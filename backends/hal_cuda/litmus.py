@@ -182,7 +182,8 @@ class _Play:
         found = np.zeros((self.repetitions, width), np.uint64)
         if self.code.threads(rank):
             self._launch(found)
-        session._bootstrap.barrier()  # nobody frees what another still writes to
+        # Nobody frees what another still writes to. Another's own waits end first, so that its error is the one told.
+        session._bootstrap.all_gather(None, "the end of a litmus program", 3 * session.config.timeout)
         mine = [(i, name) for i, name in enumerate(self.code.registers) if name[0] == rank]
         return [{name: int(row[i]) for i, name in mine} for row in found]
 
