@@ -219,11 +219,6 @@ class CudaSession:
     # --- dispatch and combine ------------------------------------------------------------------------------------
 
     def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
-        if len(self.domain) != self.world_size:
-            raise ContractError(
-                f"{self.world_size} ranks in NVLink domains of {len(self.domain)}: dispatch and combine run within one domain, "
-                "set topology.nodes=1 or run fewer ranks"
-            )
         engine = CudaEngine(self, spec)
         self._engines.add(engine)
         return engine
