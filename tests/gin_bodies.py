@@ -138,7 +138,7 @@ def sources_in_a_window(comm: hal.Communicator) -> int:
 
 def large_puts(comm: hal.Communicator) -> bool:
     """Longer than what is kept of sources, and more of them than a queue takes."""
-    nbytes = 9 << 20
+    nbytes = 5 << 20
     window, queue = comm.window(nbytes), comm.queue(0)
     data = np.random.default_rng(across(comm)).integers(0, 255, nbytes, dtype=np.uint8)
     mine = np.random.default_rng(comm.rank).integers(0, 255, nbytes, dtype=np.uint8)

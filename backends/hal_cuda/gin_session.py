@@ -106,7 +106,7 @@ class GinSession(CudaSession):
     # --- words ---------------------------------------------------------------------------------------------------
 
     def put(self, window: int, dst_offset: int, src: Buffer, peer: int, queue: int, order: Order) -> None:
-        if peer in self.domain:
+        if peer in self.team:
             super().put(window, dst_offset, src, peer, queue, order)
             return
         target = self._windows[window]
@@ -131,12 +131,12 @@ class GinSession(CudaSession):
         if scope is QuietScope.SOURCE:
             self._flush([queue])
             return
-        if peer is not None and peer not in self.domain:
+        if peer is not None and peer not in self.team:
             self._check_reach(peer)
         self._run([_op(native.QUIET, -1 if peer is None else peer, queue, Order.STRONG)])
 
     def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None:
-        outside = [rank for rank in ranks if rank not in self.domain]
+        outside = [rank for rank in ranks if rank not in self.team]
         if all(self._reaches(rank) for rank in outside):
             self._meet(ranks, complete, timeout)
             return
@@ -146,14 +146,14 @@ class GinSession(CudaSession):
                 "the teams world, lsa or rail"
             )
         # Over the rails: what a rank put before is at its rail's ranks, and these tell their neighbours.
-        self._meet(self.domain, True, timeout)
+        self._meet(self.team, True, timeout)
         self._meet([rank for rank in ranks if self._reaches(rank)], complete, timeout)
-        self._meet(self.domain, True, timeout)
+        self._meet(self.team, True, timeout)
 
     def _meet(self, ranks: Iterable[int], complete: bool, timeout: float) -> None:
         others = [rank for rank in ranks if rank != self.rank]
         order = Order.STRONG if complete else Order.RELAXED
-        if complete and not self.capabilities.strong_signals and any(rank not in self.domain for rank in others):
+        if complete and not self.capabilities.strong_signals and any(rank not in self.team for rank in others):
             for queue in range(self.queues):  # all peers of a queue at once, before one after the other
                 self._run([_op(native.QUIET, -1, queue, order)], timeout)
         for kind in (native.ARRIVE, native.AWAIT):
@@ -174,8 +174,8 @@ class GinSession(CudaSession):
     # --- posting -------------------------------------------------------------------------------------------------
 
     def _reaches(self, peer: int) -> bool:
-        size = len(self.domain)
-        return peer in self.domain or self.capabilities.connection == "full" or peer % size == self.rank % size
+        size = len(self.team)
+        return peer in self.team or self.capabilities.connection == "full" or peer % size == self.rank % size
 
     def _check_reach(self, peer: int) -> None:
         if not self._reaches(peer):
@@ -186,7 +186,7 @@ class GinSession(CudaSession):
 
     def _post(self, kind: int, peer: int, queue: int, order: Order, **fields: int) -> None:
         self._check_reach(peer)
-        if peer not in self.domain:
+        if peer not in self.team:
             posted = self._unread.get((queue, peer), 0)
             if posted >= _UNREAD:
                 self._flush([queue])
@@ -245,7 +245,7 @@ class GinSession(CudaSession):
             for queue in range(self.queues):
                 with suppress(HalError):
                     self._run([_op(native.QUIET, -1, queue, Order.STRONG)])
-        others = [peer for peer in range(self.world_size) if peer not in self.domain and self._reaches(peer)]
+        others = [peer for peer in range(self.world_size) if peer not in self.team and self._reaches(peer)]
         word = {"address": self._abort_offset, "window": self.control.record.handle, "value": value}
         ops = [_op(native.PUT_VALUE, peer, 0, Order.RELAXED, network=1, **word) for peer in others]
         for start in range(0, len(ops), native.MAX_OPS):

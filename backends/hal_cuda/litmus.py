@@ -237,7 +237,7 @@ class _Play:
         for i, rank in enumerate(ranks):
             run.rank_of_thread[i] = rank
         for rank in range(program.ranks):
-            run.peer[rank] = self.memory.at(rank, 0) if rank in session.domain else 0
+            run.peer[rank] = self.memory.at(rank, 0) if rank in session.team else 0
         return run
 
 

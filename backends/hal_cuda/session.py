@@ -30,11 +30,11 @@ _CLOSE_SECONDS = 1.0
 
 
 class SymmetricMemory:
-    """A window on this rank; freed by the session, and not before the last array that views it is gone. ``domain``: the
-    ranks of this rank's NVLink domain, whose parts have addresses here."""
+    """A window on this rank; freed by the session, and not before the last array that views it is gone."""
 
-    def __init__(self, library: native.Library, comm: int, nbytes: int, domain: range) -> None:
-        self._library, self._comm, self._domain = library, comm, domain
+    def __init__(self, library: native.Library, comm: int, team: range, nbytes: int) -> None:
+        """Collective. ``team``: the ranks of this one's NVLink domain."""
+        self._library, self._comm, self._team = library, comm, team
         self.record: Any = native.Window()
         library.window_create(comm, max(nbytes, 16), byref(self.record))
         self.ptr, self.nbytes = int(self.record.ptr), nbytes
@@ -44,12 +44,12 @@ class SymmetricMemory:
 
     def at(self, peer: int, offset: int) -> int:
         """As this device addresses it. ContractError for a rank of another NVLink domain, which has no address here."""
-        if peer not in self._domain:
+        if peer not in self._team:
             raise ContractError(
-                f"rank {peer} is in another NVLink domain than this rank's ({self._domain[0]} … {self._domain[-1]}): loads and "
+                f"rank {peer} is in another NVLink domain than this rank's ({self._team[0]} … {self._team[-1]}): loads and "
                 "stores do not reach it, operations between domains need GIN"
             )
-        return int(self.record.peers + (peer - self._domain[0]) * self.record.peer_stride + offset)
+        return int(self.record.peers + (peer - self._team[0]) * self.record.peer_stride + offset)
 
     @property
     def in_use(self) -> bool:
@@ -93,9 +93,9 @@ class CudaSession:
         self.device_name = device_name or f"cuda:{self.device}"
         self.properties, self.config, self.library = properties, config, library
         self._comm, self._bootstrap = comm, bootstrap
-        size = int(properties.lsa_size)
-        self.domain = range(self.rank // size * size, self.rank // size * size + size)
-        """Ranks of this rank's NVLink domain."""
+        first = self.rank - int(properties.lsa_rank)
+        self.team = range(first, first + int(properties.lsa_size))
+        """The ranks of this one's NVLink domain."""
         self._windows: dict[int, SymmetricMemory] = {}
         self._retired: list[SymmetricMemory] = []
         self._next = 0
@@ -151,7 +151,7 @@ class CudaSession:
         return memory
 
     def _symmetric(self, nbytes: int) -> SymmetricMemory:
-        return SymmetricMemory(self.library, self._comm, nbytes, self.domain)
+        return SymmetricMemory(self.library, self._comm, self.team, nbytes)
 
     # --- words ---------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class CudaSession:
     def _end_waits(self, value: int) -> None:
         with suppress(HalError):
             word = self._staging.word(value)
-            for peer in self.domain:
+            for peer in self.team:
                 if peer != self.rank:
                     self.library.copy(self.device, self.abort_word(peer), word, 8, self.stream)
             self.library.stream_sync(self.device, self.stream)

@@ -12,7 +12,6 @@ namespace hal::cuda::emulation {
 namespace {
 
 constexpr std::size_t kBounce = 16u << 20;
-constexpr double kDrainSeconds = 2;
 
 swnic::Address address(const std::byte* at) { return reinterpret_cast<swnic::Address>(at); }
 
@@ -46,8 +45,9 @@ Nic::Nic(int world, int rank, int queues)
     thread_ = std::thread([this] { serve(); });
 }
 
-Nic::~Nic() {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(kDrainSeconds);
+void Nic::stop(double seconds) {
+    if (!thread_.joinable()) return;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     while (!idle() && std::chrono::steady_clock::now() < deadline)
         std::this_thread::sleep_for(std::chrono::microseconds(200));
     {

@@ -41,8 +41,9 @@ class Nic {
 
     // Throws swnic::ConfigError.
     Nic(int world, int rank, int queues);
-    // Waits a little for what is still under way, as a real card would deliver it.
-    ~Nic();
+    ~Nic() { stop(2); }
+    // Waits so many seconds at most for what is still under way, as a real card would deliver it; then nothing moves.
+    void stop(double seconds);
     Nic(const Nic&) = delete;
     Nic& operator=(const Nic&) = delete;
 

@@ -79,7 +79,10 @@ int hal_cuda_comm_properties(void* comm, hal_cuda_properties* out) {
 
 // After a failure (`abort`) kernels may still run into their limit, so the windows stay.
 int hal_cuda_comm_destroy(void* comm, int abort) {
-    if (abort) return 0;
+    if (abort) {
+        if (of(comm).gin) of(comm).gin->nic().stop(0.5);  // peers are told of the failure over the network, too
+        return 0;
+    }
     of(comm).leave_windows();
     delete &of(comm);
     return 0;

@@ -146,10 +146,11 @@ void Window::keep_own_part(int rank) {
 }
 
 void Communicator::leave_windows() {
+    gin.reset();  // its card writes windows
     const std::lock_guard lock(mutex_);
     for (auto& window : windows) {
         window->keep_own_part(rank);
-        new std::shared_ptr<Window>(std::move(window));  // never given back
+        new std::shared_ptr<Window>(window);  // for ever
     }
     windows.clear();
 }

@@ -28,14 +28,11 @@ class Entry:
 
 _UDMA = "completion protocols of UDMA queues: NVLink stores have neither queue pairs nor completion entries"
 
-_DOMAINS = "ranks of several NVLink domains need GIN"
-
 UNSUPPORTED: list[Entry] = [
     *(
         Entry("cuda/*", _UDMA, where={"completion": completion})
         for completion in ("strong_signal_no_cqe", "strong_last", "flag_in_block")
     ),
-    *(Entry("cuda/gin_emulated", _DOMAINS, where={"shape": shape}) for shape in ((4, 2), (6, 3))),
 ]
 """Settings that the target refuses with a ContractError; test_refused.py checks that it does."""
 
