@@ -3,7 +3,7 @@
 
 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python tests/cuda/sanitize.py
 
-With --emulated the same rounds run on CPUs, without compute-sanitizer: that shows that the script is right.
+With --emulated some of these rounds run on CPUs, without compute-sanitizer: that shows that the script is right.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def main() -> None:
     transport = "gin_emulated" if "--emulated" in sys.argv[1:] else None
     pair = Pair(timeout=60.0, transport=transport)
     common = {"num_experts": 8, "top_k": 2, "hidden": 64, "num_buffers": 3}
-    for layout in ("rank", "expert"):
-        for schedule in ("direct", "latency"):
+    for layout in ("rank", "expert") if transport is None else ("expert",):
+        for schedule in ("direct", "latency") if transport is None else ("direct",):
             settings = {**common, "layout": layout, "schedule": schedule, "max_tokens": 8}
             pair.run("rounds", settings, SIZES, {}, seconds=200.0)
-    pair.run("rounds", {**common, "max_tokens": 1100}, [[1040, 30]], {}, seconds=200.0)
+    if transport is None:
+        pair.run("rounds", {**common, "max_tokens": 1100}, [[1040, 30]], {}, seconds=200.0)
     pair.close()
     pair = Pair(timeout=60.0, nodes=2, transport=transport)
     settings = {**common, "layout": "expert", "schedule": "hierarchical", "max_tokens": 8}
