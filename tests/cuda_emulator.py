@@ -145,7 +145,9 @@ def line(defect: Defect) -> str:
 
 DEFECTS = (
     Defect("release_is_relaxed", "`red.release` and `st.release` release nothing", RANK),
-    Defect("barrier_without_order", "`__syncthreads` before a release orders nothing", RANK),
+    Defect("acquire_is_relaxed", "`ld.acquire` acquires nothing", RANK),
+    Defect("acquire_is_relaxed", "`ld.acquire` acquires nothing", EXPERT),
+    Defect("barrier_without_order", "`__syncthreads` orders nothing", RANK),
     Defect("fence_does_nothing", "`__threadfence_system` does nothing", EXPERT),
     Defect("fence_does_nothing", "`__threadfence_system` does nothing", PUSH),
     Defect("fence_at_gpu_scope", "`__threadfence_system` acts as `__threadfence`", EXPERT),

@@ -60,7 +60,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "shared": (c_void_p, c_uint64),
         "hang": (c_int, c_void_p, c_uint64),
         "send": (c_void_p, c_void_p, c_int, c_uint64, c_uint64),
-        "receive": (c_void_p, c_void_p, c_uint64, c_void_p, c_uint64),
+        "receive": (c_void_p, c_void_p, c_uint64, c_int, c_void_p, c_uint64),
         "store_at": (c_void_p, c_uint64),
         "load_at": (c_void_p, c_void_p, c_uint64),
         "slow": (c_void_p, c_uint32, c_uint64, c_uint64),
@@ -298,14 +298,18 @@ def two_teams() -> Iterator[Windows]:
     windows.close()
 
 
-def stale(shim: Any, gpu: Gpu, pair: Windows, fence: int, rounds: int = 100) -> int:
+NO_FENCE, FENCE, RELEASE, FENCE_OF_A_WARP = range(4)
+ACQUIRES, RELAXED, RELAXED_THEN_FENCE, SHUFFLE, SYNCWARP = range(5)
+
+
+def stale(shim: Any, gpu: Gpu, pair: Windows, fence: int, how: int = ACQUIRES, rounds: int = 100) -> int:
     """Words that rank 1 found old behind the flag that rank 0 sent after them."""
     mine, theirs = pair.records[1], pair.records[0]
     ctypes.memset(int(mine.ptr), 0, 4096)
     counted, other = np.zeros(1, np.uint32), gpu.new_stream()
     target = int(theirs.peers + theirs.peer_stride)
     for epoch in range(1, rounds + 1):
-        shim.shim_receive(int(mine.ptr), int(mine.ptr) + 2048, epoch, at(counted), other)
+        shim.shim_receive(int(mine.ptr), int(mine.ptr) + 2048, epoch, how, at(counted), other)
         shim.shim_send(target, target + 2048, fence, epoch, gpu.stream)
         gpu.sync()
         gpu.sync(other)
@@ -315,19 +319,29 @@ def stale(shim: Any, gpu: Gpu, pair: Windows, fence: int, rounds: int = 100) -> 
 def test_a_flag_overtakes_its_data_unless_a_fence_or_a_release_comes_between(
     shim: Any, gpu: Gpu, pair: Windows
 ) -> None:
-    assert stale(shim, gpu, pair, 0) > 0
-    assert stale(shim, gpu, pair, 1) == 0
-    assert stale(shim, gpu, pair, 2) == 0
+    assert stale(shim, gpu, pair, NO_FENCE) > 0
+    assert stale(shim, gpu, pair, FENCE) == 0
+    assert stale(shim, gpu, pair, RELEASE) == 0
+
+
+def test_a_load_is_early_unless_its_thread_acquired(shim: Any, gpu: Gpu, pair: Windows) -> None:
+    assert stale(shim, gpu, pair, RELEASE, RELAXED) > 0
+    assert stale(shim, gpu, pair, RELEASE, RELAXED_THEN_FENCE) == 0
+
+
+def test_a_shuffle_does_not_hand_on_what_a_lane_acquired(shim: Any, gpu: Gpu, pair: Windows) -> None:
+    assert stale(shim, gpu, pair, RELEASE, SHUFFLE) > 0
+    assert stale(shim, gpu, pair, RELEASE, SYNCWARP) == 0
 
 
 def test_a_fence_covers_the_own_warp_alone_without_a_barrier(shim: Any, gpu: Gpu, pair: Windows) -> None:
-    assert stale(shim, gpu, pair, 3) > 0  # __syncwarp joins 32 of 64 threads
+    assert stale(shim, gpu, pair, FENCE_OF_A_WARP) > 0  # __syncwarp joins 32 of 64 threads
 
 
 def test_without_the_adversary_stores_are_visible_at_once(shim: Any, gpu: Gpu, pair: Windows) -> None:
     gpu.library.emulator_configure(1, 0)
     try:
-        assert stale(shim, gpu, pair, 0) == 0
+        assert stale(shim, gpu, pair, NO_FENCE, RELAXED) == 0
     finally:
         gpu.library.emulator_configure(1, 1)
 

@@ -30,6 +30,8 @@ assert load_config(["workload=v3_decode"]).workload.hidden == 7168
 assert read_text(None)[1].lstrip().startswith("Apache License")
 assert "HalSearchPath" in [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
 assert hal_host.SPEC.probe().usable, hal_host.SPEC.probe()
+with hal.connect(backend="cuda", transport="gin_emulated") as comm:
+    assert comm.expert_parallel(num_experts=2, top_k=1, hidden=16, max_tokens=4, dtype="float32").buffer_bytes
 print("ok")
 """
 
@@ -61,6 +63,8 @@ def test_the_wheel_holds_configs_types_plug_in_and_headers(wheel: Path) -> None:
     assert "hydra_plugins/__init__.py" not in names  # The namespace is shared with other distributions.
     assert {"hal_host/__init__.py", "hal_cuda/probe.py", "hal_ascend/probe.py"} <= names
     assert any(name.startswith("hal_host/_engine.") for name in names)
+    assert "hal_cuda/lib/libhal_cuda_emulated.so" in names
+    assert {f"hal_cuda/kernels/include/{name}" for name in ("hal_cuda.h", "machine.cuh")} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {
         "hal", "hal_host", "hal_cuda", "hal_ascend", "hydra_plugins", next(n for n in names if "dist-info" in n).split("/")[0]

@@ -36,6 +36,7 @@ MUTATIONS = (
     "fence_at_gpu_scope",
     "gpu_fence_does_nothing",
     "release_is_relaxed",
+    "acquire_is_relaxed",
     "barrier_without_order",
 )
 """Defects that can be planted below the kernels: emulation::Mutation, in its order (kernels_cuda/emulation/order.hpp)."""

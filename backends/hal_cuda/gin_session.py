@@ -12,11 +12,10 @@ from typing import Any
 
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
-from hal.config import ExpertParallelSpec, HalConfig
+from hal.config import HalConfig
 from hal.errors import BackendUnavailable, ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp, profile
 from hal_cuda import native
-from hal_cuda.engine import CudaEngine
 from hal_cuda.session import CudaSession, SymmetricMemory, _op
 
 SIGNALS = "HAL_CUDA_GIN_SIGNALS"

@@ -47,7 +47,8 @@ void Grid::fail(const std::string& text) {
 Block::Block(Grid& grid, unsigned index)
     : grid_(grid), index_(index), random_(grid.seed ^ (index + 1) * 0x9e3779b97f4a7c15ull),
       shared_(grid.shared_bytes + 2 * kGuard, kPoison), threads_(grid.threads), warps_((grid.threads + 31) / 32),
-      regions_(emulation::regions()), keeps_back_(options().adversary), is_late_(random_.below(8) == 0) {}
+      regions_(emulation::regions()), keeps_back_(options().adversary), is_late_(random_.below(8) == 0),
+      loads_early_(keeps_back_ && random_.below(2) == 0) {}
 
 void Block::start() {
     for (unsigned i = 0; i < grid_.threads; ++i) {
@@ -151,7 +152,12 @@ void Block::finish_meeting() {
     const int all = static_cast<int>(grid_.threads);
     meeting_result_ = meeting_ == BlockWord::all ? true_ == all : meeting_ == BlockWord::any ? true_ > 0 : true_;
     arrived_ = 0;
-    if (mutation.load(std::memory_order_relaxed) != Mutation::barrier_without_order) ++meetings_;
+    if (mutation.load(std::memory_order_relaxed) != Mutation::barrier_without_order) {
+        ++meetings_;
+        std::uint32_t fresh = 0;
+        for (const Thread& thread : threads_) fresh = std::max(fresh, thread.fresh);
+        for (Thread& thread : threads_) thread.fresh = fresh;
+    }
     for (Thread& thread : threads_)
         if (thread.state == Thread::in_block) warps_[thread.warp()].ready |= 1u << thread.lane();
 }
@@ -240,6 +246,8 @@ void Block::idle() {
         return;
     }
     let_out(false);
+    // While a block waits, what it waits for has not come: the moment from which an early load is most likely wrong.
+    if (loads_early_ && (early_.number() == 0 || random_.below(64) == 0)) early_.take(*regions_, grid_.device);
     unsigned polling = 0;
     for (Warp& warp : warps_) {
         polling |= warp.polling;
@@ -303,7 +311,7 @@ void Block::keep(const Thread& thread, void* p, const void* value, std::size_t b
     Store store;
     store.to = static_cast<std::byte*>(p), store.bytes = static_cast<std::uint8_t>(bytes);
     std::memcpy(store.value, value, bytes);
-    store.thread = thread.thread, store.meetings = meetings_, store.clock = thread.clock;
+    store.block = index_, store.thread = thread.thread, store.meetings = meetings_, store.clock = thread.clock;
     const std::uint64_t most = atomic ? 2'000 : is_late_ ? 3'000'000 : 300'000;
     store.due = now() + random_.below(most);
     own_.add(store);
@@ -319,7 +327,7 @@ bool Block::covers(const Thread& thread, const Store& store) const {
 }
 
 void Block::order_warp(Warp& warp, Thread* lanes, unsigned mask) {
-    std::uint32_t joined[32] = {};
+    std::uint32_t joined[32] = {}, fresh = 0;
     for (unsigned left = mask; left != 0; left &= left - 1) {
         const int l = std::countr_zero(left);
         for (int j = 0; j < 32; ++j) joined[j] = std::max(joined[j], warp.known[l][j]);
@@ -327,9 +335,12 @@ void Block::order_warp(Warp& warp, Thread* lanes, unsigned mask) {
     for (unsigned left = mask; left != 0; left &= left - 1) {
         const int l = std::countr_zero(left);
         joined[l] = std::max(joined[l], lanes[l].clock++);
+        fresh = std::max(fresh, lanes[l].fresh);
     }
-    for (unsigned left = mask; left != 0; left &= left - 1)
+    for (unsigned left = mask; left != 0; left &= left - 1) {
         std::copy(joined, joined + 32, warp.known[std::countr_zero(left)]);
+        lanes[std::countr_zero(left)].fresh = fresh;
+    }
 }
 
 void Block::fence(Thread& thread, bool system) {
@@ -346,14 +357,19 @@ void Block::before_release(Thread& thread, const void* p, std::size_t bytes) {
 
 void Block::fence_covered(Thread& thread, bool system) {
     GpuVisible& visible = grid_.gpu_visible;
+    thread.fresh = early_.number();  // loads after a fence are not executed before it
     if (std::exchange(looked_, false)) acquired_ = visible.number.load(std::memory_order_acquire);
     const auto covered = [&](const Store& store) { return covers(thread, store); };
     if (system) {
         own_.take(covered, [](const Store& store) { store.apply(); });
         if (visible.size.load(std::memory_order_acquire) != 0) {
             const std::lock_guard lock(visible.mutex);
-            visible.stores.take([&](const Store& store) { return store.number <= acquired_; },
-                                [](const Store& store) { store.apply(); });
+            // This block's own are covered as before: a fence at GPU scope took nothing from their order.
+            visible.stores.take(
+                [&](const Store& store) {
+                    return store.number <= acquired_ || (store.block == index_ && covered(store));
+                },
+                [](const Store& store) { store.apply(); });
             visible.size.store(visible.stores.size(), std::memory_order_release);
         }
     } else if (!own_.empty()) {
@@ -373,11 +389,14 @@ void Block::overlay_gpu_visible(const void* p, void* value, std::size_t bytes) {
     grid_.gpu_visible.stores.overlay(p, value, bytes);
 }
 
-void Block::saw(bool acquires) {
-    if (acquires)
+void Block::saw(Thread& thread, const void* p, std::size_t bytes, bool acquires) {
+    early_.know(p, bytes);
+    if (acquires && mutation.load(std::memory_order_relaxed) != Mutation::acquire_is_relaxed) {
+        thread.fresh = early_.number();
         acquired_ = grid_.gpu_visible.number.load(std::memory_order_acquire);
-    else
+    } else {
         looked_ = true;
+    }
 }
 
 // Stores become visible by themselves while their block waits, and at its end.

@@ -43,6 +43,8 @@ struct Thread {
     Site site;
     std::uint64_t value = 0, result = 0;
     std::uint32_t clock = 1;
+    std::uint32_t fresh =
+        0;  // EarlyLoads up to this number were before an acquire that happens before what it does now
     // What it looked at last, and saw.
     const void* polled = nullptr;
     std::uint64_t seen = 0;
@@ -114,6 +116,11 @@ class Block {
     void check(const void* p, std::size_t bytes) { is_window(p, bytes); }
     bool keeps_back() const { return keeps_back_; }
     void keep(const Thread& thread, void* p, const void* value, std::size_t bytes, bool atomic);
+    // What a plain load of this thread gives, where memory holds `value`.
+    void see(const Thread& thread, const void* p, void* value, std::size_t bytes) {
+        if (thread.fresh < early_.number() && random_.below(4) != 0) early_.look_back(p, value, bytes);
+        overlay(p, value, bytes);
+    }
     void overlay(const void* p, void* value, std::size_t bytes) {
         if (grid_.gpu_visible.size.load(std::memory_order_acquire) != 0) overlay_gpu_visible(p, value, bytes);
         own_.overlay(p, value, bytes);
@@ -124,7 +131,8 @@ class Block {
     void flush(const void* p, std::size_t bytes) { own_.flush(p, bytes); }
     // A word that others write was looked at, or acted on by an atomic: what a fence of another block of this GPU covered
     // before it wrote there comes with it.
-    void saw(bool acquires);
+    void saw(Thread& thread, const void* p, std::size_t bytes, bool acquires);
+    void wrote(const void* p, std::size_t bytes) { early_.know(p, bytes); }
 
   private:
     struct Warp {
@@ -170,7 +178,8 @@ class Block {
     // Memory.
     std::shared_ptr<const Regions> regions_;
     const Region* last_region_ = nullptr;
-    bool keeps_back_, is_late_;
+    bool keeps_back_, is_late_, loads_early_;
+    EarlyLoads early_;
     StoreBuffer own_;
     std::uint32_t meetings_ = 1;  // barriers so far, and one
     std::uint64_t acquired_ =

@@ -180,7 +180,7 @@ T atomic(T* p, Do&& what) {
     block.check(p, sizeof(T));
     block.flush(p, sizeof(T));
     const T seen = what();
-    block.saw(true);
+    block.saw(*running, p, sizeof(T), false);
     return seen;
 }
 }  // namespace hal::cuda::emulation

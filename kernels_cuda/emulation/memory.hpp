@@ -25,12 +25,13 @@ void write(T* p, T value) {
         std::memcpy(p, &value, sizeof value);
 }
 
+// A plain load.
 template <class T>
 T load(const T* p) {
     Block& block = *running->block;
     block.check(p, sizeof(T));
     T value = read(p);
-    block.overlay(p, &value, sizeof value);
+    block.see(*running, p, &value, sizeof value);
     return value;
 }
 // A plain store, or (`atomic`) a relaxed one of a single word.
@@ -38,23 +39,32 @@ template <class T>
 void store(T* p, T value, bool atomic) {
     static_assert(sizeof(T) <= 16);
     Block& block = *running->block;
-    if (block.is_window(p, sizeof(T)) && block.keeps_back())
+    const bool window = block.is_window(p, sizeof(T));
+    if (window) block.wrote(p, sizeof(T));
+    if (window && block.keeps_back())
         block.keep(*running, p, &value, sizeof value, atomic);
     else
         write(p, value);
 }
-// Of memory that others write meanwhile. `acquires`: what they released comes with it.
+// A load of a single word that others write meanwhile. `acquires`: what they released comes with it.
 template <class T>
 T look(const T* p, bool acquires) {
     Block& block = *running->block;
-    const T value = block.look(*running, p, load<T>);
-    block.saw(acquires);
+    const T value = block.look(*running, p, [&block](const T* at) {
+        block.check(at, sizeof(T));
+        T seen = read(at);
+        block.overlay(at, &seen, sizeof seen);
+        return seen;
+    });
+    block.saw(*running, p, sizeof(T), acquires);
     return value;
 }
+// A word written at once, after what is to be visible before it.
 template <class T, class Do>
 void release(T* p, Do&& write_word) {
     Block& block = *running->block;
     block.check(p, sizeof(T));
+    block.wrote(p, sizeof(T));
     block.before_release(*running, p, sizeof(T));
     write_word();
 }

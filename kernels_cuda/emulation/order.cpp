@@ -74,6 +74,44 @@ void StoreBuffer::remove(std::size_t index) {
     stores_.pop_back();
 }
 
+// --- loads ---------------------------------------------------------------------------------------------------------
+
+void EarlyLoads::take(const std::vector<Region>& regions, int device) {
+    constexpr std::size_t kMost = 1 << 20;
+    std::size_t total = 0;
+    for (const Region& region : regions)
+        if (region.device == device) total += static_cast<std::size_t>(region.members) * region.bytes;
+    parts_.clear();
+    known_.clear();
+    ++number_;
+    if (total > kMost) return;
+    for (const Region& region : regions) {
+        if (region.device != device) continue;
+        for (int member = 0; member < region.members; ++member) {
+            const std::byte* begin = region.begin + static_cast<std::size_t>(member) * region.stride;
+            parts_.push_back({begin, {begin, begin + region.bytes}});
+        }
+    }
+}
+
+void EarlyLoads::know(const void* p, std::size_t bytes) {
+    if (parts_.empty()) return;
+    const auto at = reinterpret_cast<std::uintptr_t>(p);
+    for (std::uintptr_t w = at >> 2; w < (at + bytes + 3) >> 2; ++w) known_.insert(w);
+}
+
+void EarlyLoads::look_back(const void* p, void* value, std::size_t bytes) const {
+    const auto* from = static_cast<const std::byte*>(p);
+    for (const Part& part : parts_) {
+        if (from < part.begin || from + bytes > part.begin + part.held.size()) continue;
+        const auto at = reinterpret_cast<std::uintptr_t>(p);
+        for (std::uintptr_t w = at >> 2; w < (at + bytes + 3) >> 2; ++w)
+            if (known_.contains(w)) return;
+        std::memcpy(value, part.held.data() + (from - part.begin), bytes);
+        return;
+    }
+}
+
 // --- the table -----------------------------------------------------------------------------------------------------
 
 namespace {

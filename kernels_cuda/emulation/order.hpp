@@ -7,7 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <unordered_set>
 #include <vector>
+
+#include "emulation/regions.hpp"
 
 namespace hal::cuda::emulation {
 
@@ -16,7 +19,7 @@ struct Store {
     std::byte* to = nullptr;
     std::byte value[16] = {};
     std::uint8_t bytes = 0;
-    unsigned thread = 0;
+    unsigned block = 0, thread = 0;
     std::uint32_t meetings = 0;  // barriers of the block before it
     std::uint32_t clock = 0;     // of its thread, which each __syncwarp advances
     std::uint64_t due = 0;       // nanoseconds: visible then at the latest, if its block waits
@@ -67,6 +70,28 @@ class StoreBuffer {
     std::size_t used_ = 0;
 };
 
+// What windows held at one moment. A GPU may execute a load as early as the last acquire before it, so a plain load may give
+// what was there then.
+class EarlyLoads {
+  public:
+    // Of all the parts that a device can address; nothing if they are too many bytes to copy at every launch.
+    void take(const std::vector<Region>& regions, int device);
+    // How often it was taken: a thread that acquired since then sees nothing of it.
+    std::uint32_t number() const { return number_; }
+    // A word that this block stored, or saw by an atomic load, cannot be seen older than that.
+    void know(const void* p, std::size_t bytes);
+    void look_back(const void* p, void* value, std::size_t bytes) const;
+
+  private:
+    struct Part {
+        const std::byte* begin;
+        std::vector<std::byte> held;
+    };
+    std::vector<Part> parts_;
+    std::unordered_set<std::uintptr_t> known_;
+    std::uint32_t number_ = 0;
+};
+
 // What fences at GPU scope covered: visible to this GPU, and kept back from others until a fence at system scope.
 struct GpuVisible {
     std::mutex mutex;
@@ -82,6 +107,7 @@ enum class Mutation : int {
     fence_at_gpu_scope,      // __threadfence_system acts as __threadfence
     gpu_fence_does_nothing,  // __threadfence
     release_is_relaxed,      // st.release, red.release
+    acquire_is_relaxed,      // ld.acquire
     barrier_without_order,   // __syncthreads brings threads together and orders nothing
     count,
 };

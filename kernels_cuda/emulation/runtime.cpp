@@ -41,6 +41,9 @@ int hal_cuda_emulator_create(const int* links, int world, int rank, int nodes, i
     if (world < 1 || rank < 0 || rank >= world || nodes < 1 || world % nodes != 0)
         return fail("rank " + std::to_string(rank) + " of " + std::to_string(world) + " on " + std::to_string(nodes) +
                     " nodes: nodes hold equally many consecutive ranks");
+    if (options().multiprocessors < 1 || options().multiprocessors > 132)
+        return fail("HAL_CUDA_EMULATOR_BLOCKS is " + std::to_string(options().multiprocessors) + ": give 1 to 132");
+    if (!(options().limit_seconds > 0)) return fail("HAL_CUDA_EMULATOR_LIMIT must be above 0 seconds");
     auto* made = new Communicator;
     made->world = world, made->rank = rank, made->nodes = nodes, made->device = device, made->seconds = seconds;
     made->links.assign(links, links + world);

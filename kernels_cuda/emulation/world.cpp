@@ -127,7 +127,7 @@ Window::Window(const Communicator& comm, std::vector<int> descriptors, std::size
         }
         parts_[static_cast<std::size_t>(r)] = at;
     }
-    add_region({base_, span_, stride_, bytes, comm.lsa_size(), comm.lsa_first()});
+    add_region({base_, span_, stride_, bytes, comm.lsa_size(), comm.lsa_first(), comm.device});
 }
 
 Window::~Window() {

@@ -191,6 +191,7 @@ __device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
             int ok = 1;
             if (lane_id() == 0)
                 ok = wait_flag(ep, combine_flag_at(ep, ep.rank, rank, token), epoch, HAL_CUDA_STAGE_COMBINE_ROWS, rank);
+            __syncwarp();  // lane 0 alone acquired; a shuffle does not order the other lanes' loads after it
             if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
             if (rank == ep.rank && ep.expert_layout)
                 sum.add_sums(own_sums_at(ep, a.scratch_slot, token));

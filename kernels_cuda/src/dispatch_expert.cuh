@@ -137,6 +137,7 @@ __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatc
                                    int source, int place, std::uint32_t epoch) {
     int ok = 1;
     if (lane_id() == 0) ok = wait_flag(ep, row_flag_at(ep, ep.rank, source, place), epoch, HAL_CUDA_STAGE_ROWS, source);
+    __syncwarp();  // lane 0 alone acquired; a shuffle does not order the other lanes' loads after it
     if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
     const Record record(ep, ep.rank, a.slot, source, place);
     int row = -1, expert = -1;

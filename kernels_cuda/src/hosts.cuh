@@ -183,8 +183,7 @@ __device__ __forceinline__ const char* received_cell(const Map& m, const Channel
 __device__ inline void give_back(const Map& m, const Channel& c, bool combine, std::uint64_t before, std::uint64_t after) {
     const std::uint64_t batch = m.h.batch, add = after / batch * batch - before / batch * batch;
     if (add == 0) return;
-    const gin::Queue queue(m.ep, m.h.gin, c.queue(m));
-    __threadfence();  // the cells have been read
+    const gin::Queue queue(m.ep, m.h.gin, c.queue(m));  // whose posts come after what was read before them
     queue.signal(c.rank, raised_there(m, combine ? Raised::combine_credit : Raised::credit, c), add, gin::Order::weak);
 }
 

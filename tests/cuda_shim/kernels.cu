@@ -105,10 +105,17 @@ __global__ void send(std::uint32_t* data, std::uint64_t* flag, int fence, std::u
     else
         store_relaxed(flag, epoch);
 }
-__global__ void receive(const std::uint32_t* data, const std::uint64_t* flag, std::uint64_t epoch, unsigned* stale) {
-    if (threadIdx.x == 0)
-        while (load_acquire(flag) < epoch) {}
-    __syncthreads();
+// How the receiver comes to know that it may read.
+enum Knows { kAcquires, kRelaxed, kRelaxedThenFence, kShuffle, kSyncwarp };
+__global__ void receive(const std::uint32_t* data, const std::uint64_t* flag, std::uint64_t epoch, int how,
+                        unsigned* stale) {
+    const bool each_warp = how == kShuffle || how == kSyncwarp;
+    if (threadIdx.x == 0 || (each_warp && threadIdx.x % 32 == 0))
+        while ((how == kRelaxed || how == kRelaxedThenFence ? load_relaxed(flag) : load_acquire(flag)) < epoch) {}
+    if (how == kRelaxedThenFence && threadIdx.x == 0) __threadfence_system();
+    if (how == kShuffle) __shfl_sync(0xffffffffu, 1, 0);
+    if (how == kSyncwarp) __syncwarp();
+    if (!each_warp) __syncthreads();
     if (__ldcg(data + threadIdx.x) < epoch) atomicAdd(stale, 1u);
 }
 __global__ void store_at(std::uint32_t* p) { store_window(p, 1u); }
@@ -160,9 +167,9 @@ int shim_hang(int which, std::uint64_t* word, std::uint64_t stream) {
 int shim_send(std::uint32_t* data, std::uint64_t* flag, int fence, std::uint64_t epoch, std::uint64_t stream) {
     return start_kernel(send, "send", 1, 64, 0, on(stream), data, flag, fence, epoch);
 }
-int shim_receive(const std::uint32_t* data, const std::uint64_t* flag, std::uint64_t epoch, unsigned* stale,
+int shim_receive(const std::uint32_t* data, const std::uint64_t* flag, std::uint64_t epoch, int how, unsigned* stale,
                  std::uint64_t stream) {
-    return start_kernel(receive, "receive", 1, 64, 0, on(stream), data, flag, epoch, stale);
+    return start_kernel(receive, "receive", 1, 64, 0, on(stream), data, flag, epoch, how, stale);
 }
 int shim_store_at(std::uint32_t* p, std::uint64_t stream) {
     return start_kernel(store_at, "store_at", 1, 1, 0, on(stream), p);
