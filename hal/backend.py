@@ -94,7 +94,12 @@ class Backend(Protocol):
     It may have ``buffer_parts`` (spec with its defaults filled in, ranks, nodes), which gives the
     :class:`hal.sizing.Part` that ``buffer_bytes`` of such an ExpertParallel consists of, for ``hal size``; and
     ``check_kernels`` (spec, ranks, nodes, seeds, rounds, mutation), which runs its kernels on an emulated device, one
-    schedule for each seed, and gives ``runs``, ``steps`` and ``findings`` (``seed``, ``text``), for ``hal check NAME``.
+    schedule for each seed, and gives ``runs``, ``steps`` and ``findings`` (``seed``, ``text``, and ``picture``, a
+    :class:`hal.checker.pictures.Picture` or None), for ``hal check NAME``; ``completions`` then names the completion
+    protocols that it has, where these are not all.
+    One whose sessions play litmus programs on their device has ``why_not_play`` (a :class:`hal.checker.program.Program`),
+    which says why one cannot be played there (empty: it can); the sessions then have ``play`` (program, repetitions, seed),
+    collective, which gives this rank's registers of each repetition by (rank, name), for ``hal litmus run --backend``.
     """
 
     name: str

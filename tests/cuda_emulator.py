@@ -11,29 +11,20 @@ from typing import Any
 
 import numpy as np
 from hal_cuda import native
+from hal_cuda.emulated import MUTATIONS
 
 import hal
 from hal import reference
 from hal.config import ExpertParallelSpec
 from hal.errors import PeerTimeout
 
-MUTATIONS = (
-    "none",
-    "fence_does_nothing",
-    "fence_at_gpu_scope",
-    "gpu_fence_does_nothing",
-    "release_is_relaxed",
-    "acquire_is_relaxed",
-    "barrier_without_order",
-)
-"""emulation::Mutation, in its order (kernels_cuda/emulation/order.hpp)."""
 EQUAL, OTHER = "equal to the reference", "other bits than the reference's"
 TIMEOUT = 20.0
 
 
 @contextmanager
 def emulator(seed: int, mutation: str = "none", adversary: bool = True) -> Iterator[None]:
-    """Emulated GPUs of this process with a seed, and a defect of :data:`MUTATIONS`."""
+    """Emulated GPUs of this process with a seed, and a defect of hal_cuda.emulated.MUTATIONS."""
     library = native.load_emulated()
     library.emulator_configure(seed, int(adversary))
     library.emulator_mutate(MUTATIONS.index(mutation))

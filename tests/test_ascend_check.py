@@ -43,6 +43,18 @@ def test_a_weakened_primitive_is_found(mutation: str, completion: str) -> None:
     assert first == again, "a failing seed is its own replay"
 
 
+def test_a_finding_is_drawn_with_the_operation_that_others_overtook() -> None:
+    report = check(replace(SPEC, num_buffers=4), mutation="default_no", rounds=3)
+    drawn = report.findings[0].picture
+    assert drawn is not None
+    assert drawn.text.splitlines()[0].split() == ["rank", "0", "rank", "1"]
+    starred = [line.strip() for line in drawn.text.splitlines() if line.lstrip().startswith("*")]
+    assert re.match(r"\*write [01]\.\d+ NO \d+ B to [01] q\d", starred[0])
+    assert any(" lands" in line for line in starred[1:])
+    assert report.findings[0].text.split()[0] in drawn.text
+    assert 'marker-end="url(#a)"' in drawn.svg
+
+
 def test_int8_rows_and_their_scales_hold() -> None:
     spec = replace(SPEC, dtype="int8", scale_dim=3, combine_dtype="bfloat16", layout="expert", num_buffers=4)
     assert check(spec, seeds=range(5)).findings == ()

@@ -24,6 +24,7 @@ class World:
     idle: bool
     steps: int
     warnings: list[str]
+    recent: list[dict[str, Any]]
     def __init__(
         self, pes: int, heap_bytes: int, *, qp_num: int = 2, sq_depth: int = 32768, cq_depth: int = 32768,
         first_index: int = 0, chunk_bytes: int = 0, quiet_covers_no: bool = False, direct_mode: bool = True,

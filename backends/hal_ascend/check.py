@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hal import reference
-from hal.arrays import as_buffer, to_kind
-from hal.backend import Received
-from hal.bench.inputs import as_rows
+from hal.checker.pictures import Picture
+from hal.checker.rounds import InFlight, Round, WrongBits
 from hal.config import ExpertParallelSpec, TopologyConfig
 from hal.errors import CapacityError, ContractError, HalError
 from hal_ascend import _engine
 from hal_ascend.engine import ELEMENTS, AscendEngine, ascend_shape, memory_bytes
 from hal_ascend.session import LEAST_RING
+from hal_ascend.trace import picture
 
 CHUNK_BYTES = 64
 BLOCK_BYTES = 512
@@ -78,6 +77,10 @@ class World:
             future.exception()
         return [future.result() for future in futures]
 
+    def play(self, batch: Round | InFlight) -> None:
+        """A batch through every rank's engine."""
+        self.each(lambda rank: batch.play(self.engines[rank], rank))
+
     def close(self) -> None:
         self._pool.shutdown()
 
@@ -88,6 +91,8 @@ class Finding:
 
     seed: int
     text: str
+    picture: Picture | None = field(default=None, compare=False)
+    """The end of the run, as a diagram."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ def check(
     depth = LEAST_RING
     if spec.completion == "strong_signal_no_cqe":
         depth = _smallest_ring(ascend_shape(spec, ranks, nodes))
-    findings, runs, steps = [], 0, 0
+    findings: list[Finding] = []
+    runs = steps = 0
     for seed in seeds:
         first = (0, depth - 20, 2**32 - 20)[seed % 3]
         settings = {"chunk_bytes": chunk, "sq_depth": depth, "cq_depth": 128, "first_index": first, **options}
@@ -130,72 +136,20 @@ def check(
         )
         try:
             for number in range(rounds):
-                _round(world, np.random.default_rng([7, number]))
+                world.play(Round(spec, ranks, nodes, np.random.default_rng([7, number])))
             if spec.schedule != "hierarchical":
-                _in_flight(world, np.random.default_rng([8]))
-            _round(world, np.random.default_rng([7, rounds]))
+                world.play(InFlight(spec, ranks, np.random.default_rng([8])))
+            world.play(Round(spec, ranks, nodes, np.random.default_rng([7, rounds])))
             problems = world.world.warnings
-        except (_engine.Fault, _engine.Hang, HalError, _WrongBits) as error:
-            problems = [str(error) if isinstance(error, _WrongBits) else f"{type(error).__name__}: {error}"]
+        except (_engine.Fault, _engine.Hang, HalError, WrongBits) as error:
+            problems = [str(error) if isinstance(error, WrongBits) else f"{type(error).__name__}: {error}"]
         finally:
             world.close()
         runs, steps = runs + 1, steps + world.world.steps
-        findings += [Finding(seed, problem) for problem in problems[:1]]
+        for problem in problems[:1]:
+            drawn = picture(world.world.recent, ranks, seed, problem)
+            findings.append(Finding(seed, problem, drawn))
     return Report(spec, ranks, nodes, runs, steps, tuple(findings))
-
-
-class _WrongBits(Exception):
-    """A result that is not the reference's."""
-
-
-def _round(world: World, rng: np.random.Generator) -> None:
-    spec = world.spec
-    tokens = [int(rng.integers(0, spec.max_tokens + 1)) for _ in range(world.ranks)]
-    x = [as_rows(rng.standard_normal((n, spec.hidden)), spec.dtype) for n in tokens]
-    idx = [np.argsort(rng.random((n, spec.num_experts)), axis=1)[:, : spec.top_k].astype(np.int64) for n in tokens]
-    weights = [rng.random((n, spec.top_k)).astype(np.float32) for n in tokens]
-    scales = [rng.random((n, spec.scale_dim)).astype(np.float32) for n in tokens] if spec.scale_dim else None
-    want, handle = reference.dispatch(spec, x, idx, weights, scales)
-    answers = [as_rows(rng.standard_normal(w.x.shape), spec.combined_dtype) for w in want]
-    sums = reference.combine(answers, handle, topology=world.topology)
-
-    def work(rank: int) -> None:
-        engine = world.engines[rank]
-        scale = None if scales is None else as_buffer(scales[rank])
-        sent = engine.dispatch_send(
-            as_buffer(x[rank]), as_buffer(idx[rank]), as_buffer(weights[rank]), scale, None, None
-        )
-        received = engine.dispatch_recv(sent, None)
-        _same_rows(rank, received, want[rank])
-        pending = engine.combine_send(as_buffer(answers[rank]), received.state, None, False, None)
-        _same(rank, "y", engine.combine_recv(pending, (), None)[0], sums[rank])
-
-    world.each(work)
-
-
-def _in_flight(world: World, rng: np.random.Generator) -> None:
-    """As many dispatches as may be between their halves. Every rank sends as much as any other, so one that the send
-    ring has no room for is refused on all of them, before anything is sent."""
-    spec, ranks, local = world.spec, world.ranks, world.spec.num_experts // world.ranks
-    token, position = np.arange(spec.max_tokens)[:, None], np.arange(spec.top_k)
-    idx = [(rank + position) % ranks * local + (token + position // ranks) % local for rank in range(ranks)]
-    most = max(1, spec.num_buffers - 1)
-    x = [[as_rows(rng.standard_normal((len(i), spec.hidden)), spec.dtype) for i in idx] for _ in range(most)]
-    scales = [rng.random((len(i), spec.scale_dim)).astype(np.float32) for i in idx] if spec.scale_dim else None
-    want = [reference.dispatch(spec, rows, idx, None, scales)[0] for rows in x]
-
-    def work(rank: int) -> None:
-        engine, sent = world.engines[rank], []
-        scale = None if scales is None else as_buffer(scales[rank])
-        for rows in x:
-            try:
-                sent.append(engine.dispatch_send(as_buffer(rows[rank]), as_buffer(idx[rank]), None, scale, None, None))
-            except CapacityError:
-                break
-        for pending, wanted in zip(sent, want, strict=False):
-            _same_rows(rank, engine.dispatch_recv(pending, None), wanted[rank])
-
-    world.each(work)
 
 
 def _smallest_ring(shape: Any) -> int:
@@ -205,15 +159,3 @@ def _smallest_ring(shape: Any) -> int:
             _engine.require_ring(shape, depth)
             return depth
     return 2048
-
-
-def _same_rows(rank: int, received: Received, want: reference.Dispatched) -> None:
-    for name in ("x", "scales", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets"):
-        if getattr(want, name) is not None:
-            _same(rank, name, getattr(received, name), getattr(want, name))
-
-
-def _same(rank: int, name: str, got: Any, want: Any) -> None:
-    given = to_kind(got, "numpy")
-    if given.shape != want.shape or given.tobytes() != np.ascontiguousarray(want).tobytes():
-        raise _WrongBits(f"wrong bits: rank {rank}: {name} is not the reference's")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_int, c_void_p
+from typing import TYPE_CHECKING, Any
 
 from hal.backend import Session
 from hal.bootstrap import Bootstrap
@@ -17,6 +18,10 @@ from hal_cuda import adopt, native
 from hal_cuda.gin_session import Gin, GinSession
 from hal_cuda.session import CudaSession
 
+if TYPE_CHECKING:
+    from hal.checker.program import Program
+    from hal_cuda.check import Report
+
 _UNIQUE_ID_BYTES = 128
 _log = logging.getLogger("hal.cuda")
 
@@ -25,6 +30,7 @@ class CudaBackend:
     """See :class:`hal.backend.Backend`."""
 
     name = "cuda"
+    completions = ("strong_signal",)
 
     def connect(self, config: HalConfig, bootstrap: Bootstrap) -> Session:
         """Collective. Transport unset: ``lsa`` if one NVLink domain spans the run, else ``gin``."""
@@ -32,6 +38,18 @@ class CudaBackend:
             return connect_nccl(config, bootstrap)
         session: Session = get_transport(config.transport, "cuda").load()(config, bootstrap)
         return session
+
+    def why_not_play(self, program: Program) -> str:
+        """See :class:`hal.backend.Backend`."""
+        from hal_cuda.litmus import why_not_play
+
+        return why_not_play(program)
+
+    def check_kernels(self, spec: ExpertParallelSpec, ranks: int, nodes: int, **options: Any) -> Report:
+        """See :class:`hal.backend.Backend`."""
+        from hal_cuda.check import check
+
+        return check(spec, ranks, nodes, **options)
 
     def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`."""

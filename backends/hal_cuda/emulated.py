@@ -30,6 +30,17 @@ ONE_DOMAIN = "HAL_CUDA_EMULATOR_ONE_DOMAIN"
 THREADS = "HAL_CUDA_EMULATOR_THREADS"
 """Threads of a block, a multiple of 32; few, since every one is a fiber."""
 
+MUTATIONS = (
+    "none",
+    "fence_does_nothing",
+    "fence_at_gpu_scope",
+    "gpu_fence_does_nothing",
+    "release_is_relaxed",
+    "acquire_is_relaxed",
+    "barrier_without_order",
+)
+"""Defects that can be planted below the kernels: emulation::Mutation, in its order (kernels_cuda/emulation/order.hpp)."""
+
 
 def threads() -> int:
     """What :data:`THREADS` says, or 64."""

@@ -84,6 +84,21 @@ CombineArgs: Any = _structure(
     (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks"),
 )
 Window: Any = _structure("Window", (c_uint64, "ptr bytes peers peer_stride handle"))
+LitmusOp: Any = _structure(
+    "LitmusOp",
+    (c_int32, "what thread peer queue order network line count source_line stage_line target_register value_register"),
+    (c_int32, "set own_line own_set own_order"),
+    (c_uint64, "value own_value"),
+)
+Litmus: Any = _structure(
+    "Litmus",
+    (c_uint64, "ops results"),
+    (c_uint64 * 8, "peer"),
+    (c_uint64, "window off_starts off_barriers off_lines seed pause_ns"),
+    (c_uint32, "repetitions lines all_threads barrier_threads"),
+    (c_int32 * 8, "rank_of_thread"),
+    (c_int32, "ops_count registers ranks rank threads first_thread queues network"),
+)
 Op: Any = _structure(
     "Op",
     (c_int32, "kind peer order signal_op stage queue"),
@@ -157,6 +172,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "hosts_combine": (c_void_p, c_void_p, c_void_p, c_uint64),
     "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
     "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
+    "play": (c_void_p, c_void_p, c_void_p, c_uint64),
     "gin_check": (c_void_p, c_void_p, c_void_p, c_uint64, c_uint64),
     "gin_ops": (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "device_count": (POINTER(c_int),),

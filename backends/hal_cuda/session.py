@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal_host.mesh import connect_mesh
 
@@ -22,6 +22,9 @@ from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
 from hal_cuda.sizing import Tuning, tuning
 from hal_cuda.watch import Watch
+
+if TYPE_CHECKING:
+    from hal.checker.program import Program
 
 _LINE = 64
 _CLOSE_SECONDS = 1.0
@@ -204,6 +207,12 @@ class CudaSession:
         except PeerTimeout as error:
             self.fail(error)
             raise
+
+    def play(self, program: Program, repetitions: int, seed: int) -> list[dict[tuple[int, str], int]]:
+        """Collective. See :class:`hal.backend.Backend`."""
+        from hal_cuda.litmus import play
+
+        return play(self, program, repetitions, seed)
 
     # --- dispatch and combine ------------------------------------------------------------------------------------
 

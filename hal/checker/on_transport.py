@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from hal.checker import litmus
 from hal.checker.program import (
     Barrier,
+    Condition,
     Instruction,
     Place,
     Program,
@@ -21,13 +24,20 @@ from hal.checker.program import (
     Quiet,
     Read,
     Signal,
+    Term,
     Wait,
     Write,
 )  # fmt: skip
+from hal.config import BackendConfig, Settings, TopologyConfig, TransportConfig
 from hal.errors import ContractError, PeerTimeout
+from hal.hosts import arranged
+from hal.launch import spawn
 from hal.ordering import OrderingProfile
+from hal.registry import known_backend
 
 _WORD = 8
+_TOGETHER = 12
+"""Programs that share a communicator."""
 _WAIT_SECONDS = 10.0
 
 
@@ -39,62 +49,152 @@ class TransportRun:
     """Outcome text (``1:r0=0 1:r1=1``): how often it was seen."""
     forbidden: tuple[str, ...]
     """Seen outcomes that the model of the transport's profile does not allow."""
+    bad: int | None
+    """How often the program's bad outcome was seen; None where it speaks of more than registers."""
+    allowed: bool
+    """Whether the model allows the bad outcome."""
     seconds: float
 
+    @property
+    def verdict(self) -> str:
+        """One line: what was seen against what the model says."""
+        total, may = sum(self.counts.values()), "allowed" if self.allowed else "forbidden"
+        if self.bad is None:
+            return f"bad outcome ({self.program.bad}): {may} by the model; not seen from registers"
+        return f"bad outcome ({self.program.bad}): {may} by the model, seen {self.bad} of {total} times"
 
-def unsupported(program: Program) -> str:
-    """Why a program cannot run on a real transport; empty if it can."""
-    if len({t.rank for t in program.threads}) != len(program.threads):
-        return "it has several threads in one rank, and a communicator has one thread"
+
+def unsupported(program: Program, backend: str = "host") -> str:
+    """Why a program cannot run on a backend's transports; empty if it can."""
     if program.expect.get("sc") == "A" and "deadlock" in str(program.bad):
         return "its bad outcome is a hang, which would end the communicator"
-    slots = _slots(program)
+    slots = slots_of(program)
     for thread in program.threads:
         for instruction in thread.body:
             if isinstance(instruction, Write) and instruction.dst.window in slots:
                 return f"it writes the signal slot {instruction.dst} by hand"
             if isinstance(instruction, Put) and instruction.dst.window in slots:
                 return f"it puts into the signal slot {instruction.dst}"
+    on_device: Callable[[Program], str] | None = getattr(known_backend(backend).load(), "why_not_play", None)
+    if on_device is not None:
+        return on_device(program)
+    if len({t.rank for t in program.threads}) != len(program.threads):
+        return "it has several threads in one rank, and a communicator has one thread"
     return ""
 
 
-def run(program: Program, backend: str = "host", n: int = 1000, **settings: Any) -> TransportRun:
-    """Run ``program`` ``n`` times on ranks that are threads (:func:`hal.spawn`), with random pauses between instructions.
+@dataclass(frozen=True)
+class NotRun:
+    """A program that this backend or transport cannot run, and why."""
 
-    Raises :class:`ContractError` for programs that only make sense in the model.
+    program: Program
+    why: str
+
+
+def run(
+    program: Program, backend: str = "host", n: int = 1000, *, hosts: int = 1, seed: int = 0, **settings: Any
+) -> TransportRun:
+    """:func:`run_all` of one program. Raises :class:`ContractError` when it only makes sense in the model."""
+    (result,) = run_all([program], backend, n, hosts=hosts, seed=seed, **settings)
+    if isinstance(result, NotRun):
+        raise ContractError(f"{program.name} cannot run on a real transport: {result.why}")
+    return result
+
+
+def run_all(
+    programs: Sequence[Program], backend: str = "host", n: int = 1000, *, hosts: int = 1, seed: int = 0, **settings: Any
+) -> Iterator[TransportRun | NotRun]:
+    """Run each program ``n`` times, with random pauses between instructions that ``seed`` chooses; results as they come.
+
+    A backend whose sessions play programs on their device (``Session.play``) does so in one launch; on others each
+    instruction is a call of the communicator. Ranks are threads of this process (:func:`hal.spawn`), or processes where
+    the backend needs variables of their own for several ``hosts``; idle ones fill the last host up. A dozen programs with
+    equally many ranks share a communicator, since connecting may take longer than playing.
+
+    Raises :class:`ContractError` for layouts that make no sense, and what a rank raises.
     """
-    import hal
+    if n < 1 or hosts < 1:
+        raise ContractError(f"{n} runs on {hosts} hosts: give at least 1 of each")
+    runnable: dict[int, list[Program]] = {}
+    for program in programs:
+        why = unsupported(program, backend)
+        if why:
+            yield NotRun(program, why)
+        else:
+            runnable.setdefault(-(-program.ranks // hosts) * hosts, []).append(program)
+    transport = settings.pop("transport", None)
+    played = hasattr(known_backend(backend).load(), "why_not_play")
+    for ranks, equal in sorted(runnable.items()):
+        for start in range(0, len(equal), _TOGETHER):
+            some = equal[start : start + _TOGETHER]
+            slots = 0 if played else sum(_signal_slots(p, n) for p in some)
+            full = Settings(
+                backend=BackendConfig(backend),
+                transport=TransportConfig(transport),
+                topology=TopologyConfig(hosts),
+                ranks=ranks,
+                # One more than the programs', for what a device's player has to say to its peers besides.
+                queues=max(2, *(p.queues + 1 for p in some)),
+                signal_slots=max(1, slots),
+                **settings,
+            )
+            layout = arranged(full)
+            work = (some, n, seed)
+            if layout.plan is None:
+                told = spawn(ranks, _rank, full, work, config=full.connection)
+            else:
+                from hal.cli.ranks import run_ranks
 
-    why = unsupported(program)
-    if why:
-        raise ContractError(f"{program.name} cannot run on a real transport: {why}")
-    started = time.monotonic()
-    slots = _slots(program)
-    needed = max(1, n * sum(program.windows[w] for w in slots))
-    results = hal.spawn(
-        program.ranks,
-        _rank,
-        program,
-        n,
-        backend=backend,
-        queues=max(2, program.queues),
-        signal_slots=needed,
-        **settings,
-    )
-    profile = results[0][1]
+                told = run_ranks(full, f"{__name__}:_rank", work, layout)
+            for i, program in enumerate(some):
+                yield _judged(program, n, [rank[i] for rank in told])
+
+
+def _judged(program: Program, n: int, ranks: Sequence[_Told]) -> TransportRun | NotRun:
+    """``ranks``: what each rank tells of the program."""
+    if refused := [told.refused for told in ranks if told.refused]:
+        return NotRun(program, refused[0])
+    profile = ranks[0].profile
     counts: Counter[str] = Counter()
+    bad: int | None = 0
     for i in range(n):
-        seen = {key: value for rank in results for key, value in rank[0][i].items()}
+        seen = {key: value for told in ranks for key, value in told.registers[i].items()}
         counts[" ".join(f"{r}:{name}={seen[(r, name)]}" for r, name in program.registers)] += 1
-    allowed = {
-        " ".join(f"{r}:{name}={o[i]}" for i, (r, name) in enumerate(program.registers))
-        for o in litmus.run(program, profile).outcomes
-    }
+        held = holds(program.bad, seen)
+        bad = None if held is None or bad is None else bad + held
+    model = litmus.run(program, profile)
+    allowed = {" ".join(f"{r}:{name}={o[i]}" for i, (r, name) in enumerate(program.registers)) for o in model.outcomes}
     forbidden = tuple(sorted(set(counts) - allowed))
-    return TransportRun(program, profile, dict(counts), forbidden, time.monotonic() - started)
+    may = model.code[0] == "A" or "outcome is allowed" in model.reason
+    return TransportRun(program, profile, dict(counts), forbidden, bad, may, max(told.seconds for told in ranks))
 
 
-def _slots(program: Program) -> set[str]:
+def holds(condition: Condition, seen: Mapping[tuple[int, str], int]) -> bool | None:
+    """Whether a condition holds for these registers of a run that ended; None if it speaks of final memory."""
+    if condition.op in ("and", "or"):
+        assert isinstance(condition.left, Condition)
+        assert isinstance(condition.right, Condition)
+        both = holds(condition.left, seen), holds(condition.right, seen)
+        if None in both:
+            return None
+        return all(both) if condition.op == "and" else any(both)
+    if condition.op == "is":
+        return False  # a deadlock
+    values = []
+    for term in (condition.left, condition.right):
+        assert isinstance(term, Term)
+        if term.kind not in ("number", "register"):
+            return None
+        values.append(term.value if term.kind == "number" else seen[term.rank, term.name])
+    return bool(_COMPARE[condition.op](*values))
+
+
+_COMPARE = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+def slots_of(program: Program) -> set[str]:
     """Windows whose words are signalled: they become signal slots; the others are memory."""
     out = set()
     for thread in program.threads:
@@ -106,27 +206,65 @@ def _slots(program: Program) -> set[str]:
     return out
 
 
-def _rank(comm: Any, program: Program, n: int) -> tuple[list[dict[tuple[int, str], int]], OrderingProfile]:
-    window = comm.window(max(1, n * program.words) * _WORD)
-    runner = _Runner(comm, program, window)
-    out = []
-    for i in range(n):
-        comm.barrier(complete=False)
-        out.append(runner.once(i))
-        if i % 64 == 63:
-            comm.barrier(complete=True)
-    comm.barrier(complete=True)
-    return out, comm.profile
+def _signal_slots(program: Program, n: int) -> int:
+    return n * sum(program.windows[w] for w in slots_of(program))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """One rank's part of a program's runs."""
+
+    registers: list[dict[tuple[int, str], int]]
+    profile: OrderingProfile
+    seconds: float
+    refused: str = ""
+
+
+def _rank(comm: Any, settings: Settings, work: tuple[Sequence[Program], int, int]) -> list[_Told]:
+    programs, n, seed = work
+    play = getattr(comm._session, "play", None) or _Calls(comm).play
+    told = []
+    for program in programs:
+        started = time.monotonic()
+        try:
+            registers = play(program, n, seed)
+            told.append(_Told(registers, comm.profile, time.monotonic() - started))
+        except ContractError as error:  # what this transport's profile refuses, on every rank and before anything moves
+            told.append(_Told([], comm.profile, 0.0, str(error)))
+    return told
+
+
+class _Calls:
+    """Plays programs by calls of the communicator, one for each instruction."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._slots_used = 0
+
+    def play(self, program: Program, n: int, seed: int) -> list[dict[tuple[int, str], int]]:
+        comm = self._comm
+        window = comm.window(max(1, n * program.words) * _WORD)
+        runner = _Runner(comm, program, window, self._slots_used, seed)
+        self._slots_used += _signal_slots(program, n)
+        out = []
+        for i in range(n):
+            comm.barrier(complete=False)
+            out.append(runner.once(i))
+            if i % 64 == 63:
+                comm.barrier(complete=True)
+        comm.barrier(complete=True)
+        return out
 
 
 class _Runner:
     """One rank's part. Every iteration has its own words and slots, so nothing is reset."""
 
-    def __init__(self, comm: Any, program: Program, window: Any) -> None:
+    def __init__(self, comm: Any, program: Program, window: Any, first_slot: int, seed: int) -> None:
+        self.first_slot = first_slot
         self.comm, self.program, self.window = comm, program, window
         self.words = window.array.view(np.uint64)
-        self.slots = sorted(_slots(program))
-        self.random = random.Random(comm.rank)
+        self.slots = sorted(slots_of(program))
+        self.random = random.Random((seed << 8) + comm.rank)
         self.body = next((t.body for t in program.threads if t.rank == comm.rank), ())
         self.sources: list[Any] = []
 
@@ -149,7 +287,7 @@ class _Runner:
     def _slot(self, place: Place) -> int:
         per = sum(self.program.windows[w] for w in self.slots)
         before = sum(self.program.windows[w] for w in self.slots[: self.slots.index(place.window)])
-        return self.at * per + before + place.index
+        return self.first_slot + self.at * per + before + place.index
 
     def _do(self, instruction: Instruction) -> None:
         match instruction:

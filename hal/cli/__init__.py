@@ -42,7 +42,9 @@ class _Parser(argparse.ArgumentParser):
 
 def add_layout(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """How many ranks on how many hosts; one pair of options for every command that starts or sizes ranks."""
-    parser.add_argument("-n", "--ranks", type=int, required=required, metavar="N", help="ranks on this machine (ranks=N)")
+    parser.add_argument(
+        "-n", "--ranks", type=int, required=required, metavar="N", help="ranks on this machine (ranks=N)"
+    )
     parser.add_argument(
         "--hosts", "--nodes", type=int, metavar="H", help="lay them out as H equal hosts (topology.nodes=H; default 1)"
     )

@@ -20,8 +20,8 @@ TOKENS = 6
 
 
 def run(args: argparse.Namespace) -> int:
-    check = _checker(args)
-    protocols = list(_protocols(args))
+    backend, check = _checker(args)
+    protocols = list(_protocols(args, backend))
     seeds, mutant = range(args.seed, args.seed + args.seeds), args.mutation != "none"
     started, bad, runs, steps = time.monotonic(), 0, 0, 0
     for spec, ranks, nodes in protocols:
@@ -51,28 +51,33 @@ def _print(args: argparse.Namespace, spec: ExpertParallelSpec, ranks: int, repor
     for finding in report.findings[:1]:
         print(f"  seed {finding.seed}: {' '.join(finding.text.split())}")
         print(f"  replay with: {_replay(args, spec, ranks, finding)}")
+        if finding.picture is not None:
+            print("\n".join(f"  {line}".rstrip() for line in finding.picture.text.splitlines()))
+            if args.svg:
+                args.svg.write_text(finding.picture.svg)
 
 
-def _checker(args: argparse.Namespace) -> Callable[..., Any]:
-    """The backend's ``check_kernels`` (hal/backend.py)."""
+def _checker(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
+    """The backend and its ``check_kernels`` (hal/backend.py)."""
     if args.what not in backends():
         raise ContractError(
             f"'{args.what}' is nothing to check: say ep, mutation, or a backend ({', '.join(backends())})"
         )
-    if args.profile or args.faults or args.mutant or args.replay or args.search != "all" or args.svg:
+    if args.profile or args.faults or args.mutant or args.replay or args.search != "all":
         raise ContractError(
             f"hal check {args.what} takes --schedule, --completion, --layout, --ranks, --tokens, --rounds, --seed, --seeds "
-            "and --mutation: its device's own rules stand in for a profile, and a seed is its replay"
+            "--mutation and --svg: its device's own rules stand in for a profile, and a seed for a replay"
         )
-    check: Callable[..., Any] | None = getattr(known_backend(args.what).load(), "check_kernels", None)
+    backend = known_backend(args.what).load()
+    check: Callable[..., Any] | None = getattr(backend, "check_kernels", None)
     if check is None:
         raise ContractError(
             f"backend '{args.what}' has no emulated device to run its kernels on; hal check ep checks the protocols"
         )
-    return check
+    return backend, check
 
 
-def _protocols(args: argparse.Namespace) -> Iterator[tuple[ExpertParallelSpec, int, int]]:
+def _protocols(args: argparse.Namespace, backend: Any) -> Iterator[tuple[ExpertParallelSpec, int, int]]:
     """Each schedule × completion × layout, with ranks and nodes."""
     if not args.all and not (args.schedule or args.completion or args.layout or args.mutation != "none"):
         raise ContractError("say what to check: --all, or --schedule, --completion, --layout, --mutation")
@@ -80,7 +85,8 @@ def _protocols(args: argparse.Namespace) -> Iterator[tuple[ExpertParallelSpec, i
         raise ContractError(f"--seeds {args.seeds}: give at least 1")
     schedules = args.schedule or (("direct",) if args.mutation != "none" and not args.all else tuple(SCHEDULES))
     layouts = args.layout or (LAYOUTS if args.all else LAYOUTS[:1])
-    for schedule, completion, layout in product(schedules, args.completion or COMPLETIONS, layouts):
+    completions = args.completion or getattr(backend, "completions", COMPLETIONS)
+    for schedule, completion, layout in product(schedules, completions, layouts):
         least, nodes = SCHEDULES.get(schedule, (2, 1))
         ranks = args.ranks or least
         if ranks < 2 or ranks % nodes:

@@ -8,11 +8,13 @@ hal litmus run two-queues --profile gin --diagram
 hal litmus run mine.litmus --profile udma --svg out.svg
 hal litmus run two-queues --backend host -n 1000
 hal litmus run --all --backend ascend --transport udma_emulated -n 100
+hal litmus run --all --backend cuda --transport gin_emulated --hosts 2 -n 200 --seed 7
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", help="run: on this backend's transport instead of in the model")
     parser.add_argument("--transport", help="with --backend: this transport of it")
     parser.add_argument("-n", type=int, default=1000, help="with --backend: how often (default 1000)")
+    parser.add_argument("--hosts", type=int, default=1, metavar="H", help="with --backend: ranks on H equal hosts")
+    parser.add_argument("--seed", type=int, default=0, help="with --backend: of the pauses between instructions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --backend: write outcomes and verdicts")
     parser.add_argument("--diagram", action="store_true", help="run: draw the schedule of an allowed bad outcome")
     parser.add_argument("--svg", type=Path, help="run: draw it into this file")
     parser.add_argument("--markdown", action="store_true", help="run: the verdicts as a table for docs/portability.md")
@@ -138,18 +143,38 @@ def _on_transport(programs: Sequence[Any], args: argparse.Namespace, skip: bool)
     from hal.checker import on_transport
     from hal.checker.diagram import histogram
 
-    status = 0
+    status, records = 0, []
     settings = {"transport": args.transport} if args.transport else {}
-    for program in programs:
-        why = on_transport.unsupported(program)
-        if why and skip:
-            print(f"{program.name}: not run: {why}")
+    on = f" on {args.hosts} hosts" if args.hosts > 1 else ""
+    runs = on_transport.run_all(programs, args.backend, args.n, hosts=args.hosts, seed=args.seed, **settings)
+    for result in runs:
+        name = result.program.name
+        if isinstance(result, on_transport.NotRun):
+            if not skip:
+                raise ContractError(f"{name} cannot run on a real transport: {result.why}")
+            print(f"{name}: not run: {result.why}")
+            records.append({"program": name, "not_run": result.why})
             continue
-        result = on_transport.run(program, args.backend, args.n, **settings)
-        where = f"{args.transport or args.backend} ({result.profile.name})"
-        print(f"{program.name} on {where}, {args.n} times, {result.seconds:.2f} s")
+        where = f"{args.transport or args.backend} ({result.profile.name}){on}"
+        print(f"{name} on {where}, {args.n} times, {result.seconds:.2f} s")
         print(histogram(result.counts, result.forbidden))
+        print(f"  {result.verdict}", flush=True)
+        records.append(_record(result))
         if result.forbidden:
             status = 1
             print(f"the model of {result.profile.name} forbids: {'; '.join(result.forbidden)}", file=sys.stderr)
+        if args.json:
+            args.json.write_text(json.dumps(records, indent=1) + "\n")
     return status
+
+
+def _record(result: Any) -> dict[str, Any]:
+    return {
+        "program": result.program.name,
+        "profile": result.profile.name,
+        "outcomes": result.counts,
+        "forbidden": list(result.forbidden),
+        "bad_seen": result.bad,
+        "bad_allowed": result.allowed,
+        "seconds": round(result.seconds, 3),
+    }

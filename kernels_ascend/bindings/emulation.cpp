@@ -205,6 +205,22 @@ void bind_world(py::module_& m) {
         .def_property_readonly("idle", &World::idle)
         .def_property_readonly("steps", &World::steps)
         .def_property_readonly("warnings", &World::warnings)
+        .def_property_readonly(
+            "recent",
+            [](const World& w) {
+                static constexpr const char* kinds[] = {"take", "land", "report"};
+                py::list events;
+                for (const Event& e : w.recent()) {
+                    py::dict event;
+                    event["what"] = kinds[int(e.kind)];
+                    event["pe"] = e.pe, event["target"] = e.target, event["qp"] = e.qp;
+                    event["operation"] = e.operation, event["bytes"] = e.bytes, event["odr"] = int(e.odr);
+                    event["notifies"] = e.notifies, event["landed"] = e.landed, event["pieces"] = e.pieces;
+                    events.append(event);
+                }
+                return events;
+            },
+            "The last steps of all engines, oldest first.")
         .def("counters", [](World& w, int pe) { return counters_of(w.device(pe)); })
         .def("queue",
              [](World& w, int pe, int target, std::uint32_t qp) { return queue_state(w.device(pe), target, qp); })

@@ -85,12 +85,29 @@ const std::vector<Choice>& World::enabled() {
 void World::take(std::size_t index) {
     const Choice choice = choices_.at(index);
     Device& device = *devices_[choice.pe];
-    if (choice.block < 0) return device.engine.take(choice.step);
+    if (choice.block < 0) return engine_step(device, choice.step);
     Launch& launch = *device.active();
     Fiber& fiber = *launch.fibers[choice.block];
     fiber.waiting = false;
     CoreScope scope(*launch.cores[choice.block]);
     fiber.resume();
+}
+
+void World::engine_step(Device& device, const Step& step) {
+    Queue& queue = *step.queue;
+    const auto record = [&](const Operation& op, std::uint32_t landed) {
+        const bool notifies = op.request.opcode == Opcode::write_notify;
+        recent_.push_back({step.kind, device.pe(), queue.target, queue.qp, op.id, op.request.bytes, op.request.odr,
+                           notifies, landed, op.chunks});
+        if (recent_.size() > kRecent) recent_.pop_front();
+    };
+    // A finished operation leaves its queue within the step, so what is known of it is noted before; a new one comes.
+    if (step.kind != StepKind::take)
+        for (const Operation& op : queue.in_flight)
+            if (op.id == step.operation) record(op, op.landed + (step.kind == StepKind::land ? 1 : 0));
+    const std::uint32_t taken = queue.taken;
+    device.engine.take(step);
+    if (queue.taken != taken && !queue.in_flight.empty()) record(queue.in_flight.back(), 0);
 }
 
 bool World::idle() {
@@ -159,7 +176,7 @@ void World::advance_engines() {
         if (c.block < 0) engines.push_back(c);
     if (engines.empty()) throw Hang("a wait that nothing in flight will end");
     const Choice choice = engines[pick(engines)];
-    devices_[choice.pe]->engine.take(choice.step);
+    engine_step(*devices_[choice.pe], choice.step);
 }
 
 void World::settle() {
@@ -169,7 +186,7 @@ void World::settle() {
             if (c.block < 0) engines.push_back(c);
         if (engines.empty()) return;
         const Choice choice = engines[pick(engines)];
-        devices_[choice.pe]->engine.take(choice.step);
+        engine_step(*devices_[choice.pe], choice.step);
     }
 }
 

@@ -4,6 +4,7 @@
 // whoever drives the world from outside does (enabled() and take()).
 #pragma once
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,6 +33,18 @@ struct Choice {
     std::string text() const;
 };
 
+// What an engine did, for drawing the end of a run.
+struct Event {
+    StepKind kind;
+    int pe, target;
+    std::uint32_t qp;
+    std::uint64_t operation;  // its number on this PE
+    std::uint32_t bytes;
+    std::uint8_t odr;
+    bool notifies;                 // it raises a signal of its own
+    std::uint32_t landed, pieces;  // after this step
+};
+
 // How a seed picks. `mixed` derives one of the others from the seed.
 enum class Strategy : std::uint8_t { mixed, uniform, priorities, cores_first, engines_first, starve_queue };
 
@@ -55,6 +68,8 @@ class World {
     std::uint64_t cycles() const { return cycles_; }
     bool coin();
     std::vector<std::string> warnings() const;
+    // The last kRecent steps of all engines, oldest first.
+    const std::deque<Event>& recent() const { return recent_; }
     std::uint64_t steps() const { return steps_; }
     std::uint64_t most_steps = 20'000'000;
 
@@ -62,11 +77,14 @@ class World {
     std::size_t pick(const std::vector<Choice>& choices);
     void prepare();
     void step();
+    void engine_step(Device& device, const Step& step);
     std::uint64_t random();
 
     std::vector<std::unique_ptr<Pages>> heaps_;
     std::vector<std::unique_ptr<Device>> devices_;
     std::vector<Choice> choices_;
+    static constexpr std::size_t kRecent = 400;
+    std::deque<Event> recent_;
     std::uint64_t state_, seed_;
     Strategy strategy_;
     std::uint64_t cycles_ = 0;

@@ -26,6 +26,11 @@ inline void store_release(std::uint64_t* p, std::uint64_t v) {
 inline void add_release(std::uint64_t* p, std::uint64_t v) {
     emulation::release(p, [&] { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); });
 }
+inline void add_relaxed(std::uint64_t* p, std::uint64_t v) {  // overtakes whatever is kept back, but for its own word
+    emulation::running->block->check(p, sizeof *p);
+    emulation::running->block->flush(p, sizeof *p);
+    __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
 inline std::uint64_t nanoseconds() {
     return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }

@@ -186,6 +186,45 @@ typedef struct hal_cuda_op {
     int32_t network, source_only; /* source_only: of quiet */
 } hal_cuda_op;
 
+/* One instruction of a litmus program (hal/checker/program.py), of one thread of this rank. Places are lines of the
+ * repetition, HAL_CUDA_LITMUS_LINE bytes each, their value in the first 8. */
+enum { HAL_CUDA_LITMUS_LINE = 64, HAL_CUDA_LITMUS_RANKS = 8, HAL_CUDA_LITMUS_THREADS = 8 };
+enum {
+    HAL_CUDA_LITMUS_PUT = 0, /* `count` lines from `line` at `peer`: from `source_line`, or all of them the value */
+    HAL_CUDA_LITMUS_SIGNAL,  /* at `peer`; order 2 = strong, else weak */
+    HAL_CUDA_LITMUS_WAIT,    /* until the own lines `line` … `line + count - 1` sum to `value`; `peer`: who signals */
+    HAL_CUDA_LITMUS_QUIET,   /* order 0 = source, 1 = remote; queue and peer -1 = all */
+    HAL_CUDA_LITMUS_BARRIER, /* order 1 = each first completes its own operations */
+    HAL_CUDA_LITMUS_WRITE,   /* the own `line` */
+    HAL_CUDA_LITMUS_READ     /* the sum of the own lines into `target_register` */
+};
+typedef struct hal_cuda_litmus_op {
+    int32_t what, thread, peer, queue, order;
+    int32_t network; /* over GIN also where stores reach the peer */
+    int32_t line, count, source_line, stage_line, target_register;
+    int32_t value_register;                    /* the value is what that register holds; -1: it is `value` */
+    int32_t set, own_line, own_set, own_order; /* a signal sets; the signal of a put itself, own_line -1 = none */
+    uint64_t value, own_value;
+} hal_cuda_litmus_op;
+
+/* A program on this rank, played `repetitions` times in one launch. */
+typedef struct hal_cuda_litmus {
+    uint64_t ops;     /* hal_cuda_litmus_op[ops_count], device address */
+    uint64_t results; /* [repetitions][registers], device address */
+    uint64_t
+        peer[HAL_CUDA_LITMUS_RANKS]; /* each rank's part of the window as this device addresses it; 0 = by GIN only */
+    uint64_t window;                 /* hal_cuda_window.handle */
+    uint64_t off_starts, off_barriers,
+        off_lines;                         /* in the window: a line for each thread of the program, twice; lines */
+    uint64_t seed, pause_ns;               /* pauses between instructions last up to this */
+    uint32_t repetitions, lines;           /* lines of one repetition */
+    uint32_t all_threads, barrier_threads; /* bits: threads of the program, and those that pass barriers */
+    int32_t rank_of_thread[HAL_CUDA_LITMUS_THREADS];
+    int32_t ops_count, registers, ranks, rank, threads, first_thread; /* this rank's threads follow each other */
+    int32_t queues; /* of the program; queue number `queues` carries the arrivals */
+    int32_t network;
+} hal_cuda_litmus;
+
 const char* hal_cuda_last_error(void);
 int hal_cuda_abi(void);
 int hal_cuda_compiled_nccl(void);
@@ -221,6 +260,9 @@ int hal_cuda_ops(const hal_cuda_ep* ep, const hal_cuda_op* ops, int count, uint6
 /* The same with what goes to other NVLink domains: relaxed puts and signals are then only posted. */
 int hal_cuda_gin_ops(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_op* ops, int count,
                      uint64_t timeout_ns, uint64_t result, uint64_t stream);
+
+/* Plays a litmus program. `gin` with comm 0: no GIN. Uses device, error, abort and timeout_ns of `ep`. */
+int hal_cuda_play(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal_cuda_litmus* run, uint64_t stream);
 
 /* What GIN promises, tried out: every rank puts rows to every rank that it reaches in other domains and looks at what it
  * got as soon as it may. `bad` must stay 0 where the contract forbids a bad outcome, and may grow in the others. */

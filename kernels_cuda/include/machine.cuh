@@ -49,6 +49,9 @@ __device__ __forceinline__ void store_release(std::uint64_t* p, std::uint64_t v)
 __device__ __forceinline__ void add_release(std::uint64_t* p, std::uint64_t v) {
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+__device__ __forceinline__ void add_relaxed(std::uint64_t* p, std::uint64_t v) {
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 __device__ __forceinline__ std::uint64_t nanoseconds() {
     std::uint64_t t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

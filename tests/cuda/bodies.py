@@ -57,7 +57,7 @@ class Round:
     def __init__(self, comm: hal.Communicator, ep: Any, counts: list[int], seed: int, skew: float = 0.0) -> None:
         self.ep, self.spec, self.me = ep, ep.spec, comm.rank
         self.world = comm.world_size
-        self.device = torch.device("cuda", comm.rank)
+        self.device = torch.device(ep._engine.device)
         self.batch = oracle.inputs(self.spec, counts, seed, self.device, skew)
         self.rows = [oracle.dispatch(self.spec, self.batch, r) for r in range(self.world)]
         self.seed = seed

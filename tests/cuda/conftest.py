@@ -65,10 +65,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if not _facts:
         return
+    from hal_cuda.facts import write_record
+
     name = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
     write_record(
         RESULTS / f"{name}-cuda-tests.json",
-        "tests/cuda",
+        "tests marked cuda",
         _facts,
         gpus(),
         "pytest " + " ".join(session.config.invocation_params.args),

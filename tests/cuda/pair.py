@@ -18,10 +18,11 @@ RANKS = 2
 
 
 class Pair:
-    """``run(body, *args)`` calls ``bodies.<body>(comm, *args)`` on both ranks and returns their results."""
+    """``run(body, *args)`` calls ``bodies.<body>(comm, *args)`` on both ranks and returns their results. ``transport``: None
+    on GPUs, or one that emulates them."""
 
-    def __init__(self, timeout: float = 10.0, nodes: int = 1) -> None:
-        self._timeout, self._nodes = timeout, nodes
+    def __init__(self, timeout: float = 10.0, nodes: int = 1, transport: str | None = None) -> None:
+        self._timeout, self._nodes, self._transport = timeout, nodes, transport
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -52,7 +53,7 @@ class Pair:
         token = secrets.token_hex(16)
         for rank in range(RANKS):
             mine, theirs = context.Pipe()
-            place = (rank, token, self._timeout, self._nodes)
+            place = (rank, token, self._timeout, self._nodes, self._transport)
             process = context.Process(target=_serve, args=(theirs, place), daemon=True)
             process.start()
             self._processes.append(process)
@@ -70,8 +71,8 @@ class Pair:
         self._processes, self._pipes = [], []
 
 
-def _serve(pipe: Any, place: tuple[int, str, float, int]) -> None:
-    rank, token, timeout, nodes = place
+def _serve(pipe: Any, place: tuple[int, str, float, int, str | None]) -> None:
+    rank, token, timeout, nodes, transport = place
     sys.path.insert(0, HERE)
     try:
         import torch
@@ -79,8 +80,9 @@ def _serve(pipe: Any, place: tuple[int, str, float, int]) -> None:
         import hal
         from hal.bootstrap import Run
 
-        torch.cuda.set_device(rank)
-        config = hal.HalConfig("cuda", None, hal.TopologyConfig(nodes), timeout=timeout)
+        if transport is None:
+            torch.cuda.set_device(rank)
+        config = hal.HalConfig("cuda", transport, hal.TopologyConfig(nodes), timeout=timeout)
         comm = hal.connect(config, run=Run(rank, RANKS, token, "tests"))
     except BaseException:
         pipe.recv()
