@@ -53,13 +53,15 @@ def run(
     *,
     nodes: int = 1,
     timeout: float | None = None,
+    keep_going: bool = False,
     prefix: bool = True,
     output: IO[bytes] | None = None,
 ) -> int:
     """Start ``argv`` as ``n`` ranks on this machine and wait for them; ``hal run -n N script.py``.
 
     With ``prefix`` every line of output starts with ``[rank r]``. SIGINT and SIGTERM are forwarded. When one rank
-    fails, the others get a grace to report it, then are ended; none outlives this process, whatever way that ends.
+    fails, the others get a grace to report it, then are ended, or with ``keep_going`` run to their own end
+    (``on_peer_loss="mask"``); none outlives this process, whatever way that ends.
     ``timeout`` (seconds) bounds the whole run. Returns 0, or the first failure's exit status (128 + signal number; 124
     at the time limit).
     """
@@ -69,7 +71,7 @@ def run(
         raise ContractError("nothing to run: give a command")
     with _Ranks(output or sys.stdout.buffer) as ranks:
         ranks.start(n, list(argv), nodes, prefix)
-        return ranks.wait(timeout)
+        return ranks.wait(timeout, keep_going)
 
 
 @dataclass
@@ -123,8 +125,8 @@ class _Ranks:
                 os.set_blocking(process.stdout.fileno(), False)
                 self._selector.register(process.stdout, selectors.EVENT_READ, _Stream(rank, process.stdout))
 
-    def wait(self, timeout: float | None) -> int:
-        """Until all ended, or one failed and the grace is over."""
+    def wait(self, timeout: float | None, keep_going: bool) -> int:
+        """Until all ended, or one failed and the grace is over (never with ``keep_going``)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         status, grace_ends = 0, None
         while True:
@@ -132,7 +134,7 @@ class _Ranks:
             codes = [process.poll() for process in self._processes]
             now = time.monotonic()
             if status == 0 and (failed := [code for code in codes if code]):
-                status, grace_ends = _status(failed[0]), now + GRACE_SECONDS
+                status, grace_ends = _status(failed[0]), None if keep_going else now + GRACE_SECONDS
             if all(code is not None for code in codes):
                 self._drain(0.2)
                 return status

@@ -2,7 +2,8 @@
 """Start N ranks of a program on this machine: hal run -n 4 script.py arguments…
 
 Each rank is a process with the variables that hal.connect() reads. A word that ends in .py runs under this Python;
-anything else is run as a program. The exit status is that of the first rank that failed.
+anything else is run as a program. The exit status is that of the first rank that failed; it ends the others, unless
+--keep-going says that they can do without it (on_peer_loss=mask).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hal.errors import ContractError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=int, required=True, help="ranks to start")
     parser.add_argument("--nodes", type=int, default=1, help="lay the ranks out as this many hosts (default 1)")
+    parser.add_argument("--keep-going", action="store_true", help="a rank that fails does not end the others")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py or a program, and its arguments")
 
 
@@ -39,4 +41,4 @@ def run(args: argparse.Namespace) -> int:
         argv = args.program
     from hal.launch import run as launch
 
-    return launch(args.ranks, argv, nodes=args.nodes)
+    return launch(args.ranks, argv, nodes=args.nodes, keep_going=args.keep_going)
