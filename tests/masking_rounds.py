@@ -5,7 +5,7 @@ known from its rank and the round alone, and each result says which ranks it wen
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +87,26 @@ def judge(
 
 
 class Record:
-    """A rank's rounds in a file, whole after each of them, so that a killed rank leaves what it had."""
+    """A rank's rounds in a file, round by round, so that a killed rank leaves what it had."""
 
     def __init__(self, folder: Path | str, rank: int) -> None:
-        self._path, self.rounds = Path(folder) / f"rounds-{rank}.pkl", list[Any]()
+        self._file = (Path(folder) / f"rounds-{rank}.pkl").open("wb", buffering=0)
 
     def add(self, got: dict[str, Any]) -> None:
-        self.rounds.append(got)
-        draft = self._path.with_suffix(".draft")
-        draft.write_bytes(pickle.dumps(self.rounds))
-        draft.rename(self._path)
+        self._file.write(pickle.dumps(got))
 
     @staticmethod
     def read(folder: Path) -> dict[int, list[Any]]:
-        return {int(p.stem.split("-")[1]): pickle.loads(p.read_bytes()) for p in folder.glob("rounds-*.pkl")}
+        return {int(path.stem.split("-")[1]): list(_rounds_in(path)) for path in folder.glob("rounds-*.pkl")}
+
+
+def _rounds_in(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        while True:
+            try:
+                yield pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):  # killed while it wrote
+                return
 
 
 __all__ = ["Record", "inputs", "judge", "random_rows", "round_of", "spec_of"]

@@ -251,8 +251,7 @@ def test_what_is_said_of_a_loss(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hal"):
         hal.spawn(2, body, timeout=PATIENT)
     (line,) = (record.getMessage() for record in caplog.records if record.name == "hal")
-    assert line.startswith("rank 0 goes on without rank 1 (view 1): rank 1: ")
-    assert "closed its communicator" in line or "failed with" in line
+    assert line == "rank 0 goes on without rank 1, which has ended (view 1)"
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -297,7 +296,7 @@ print("went on")
 def test_a_stopped_process_that_goes_on_corrupts_nothing(run_ranks, tmp_path) -> None:
     """Rank 1 is stopped wherever it happens to be, masked, and woken when the others are well ahead: it hears that it is
     masked, and what it still writes reaches nobody."""
-    settings = {"hidden": 4096, "max_tokens": 64, "timeout": 3.0}
+    settings = {"hidden": 2048, "max_tokens": 64, "timeout": 3.0}
     script = f"""{PREAMBLE}
 comm = hal.connect(timeout={PATIENT})
 ep, record = comm.expert_parallel(spec_of(3, **{settings!r})), Record(folder, comm.rank)
@@ -307,7 +306,7 @@ if comm.rank == 1:
     open(os.path.join(folder, "pid"), "w").write(str(os.getpid()))
 number = after = 0
 try:
-    while after < 30:
+    while after < 15:
         got = round_of(ep, number)
         if got["combine masked"]:
             after += 1
@@ -324,7 +323,7 @@ comm.close()
     assert "told: rank 1 was masked by rank" in outcome.text(1), outcome
     masks = judge(spec_of(3, **settings), 3, Record.read(tmp_path))
     assert masks[-1] == ((1,), (1,))
-    assert len(masks) >= 31
+    assert len(masks) >= 16
 
 
 # --- where it cannot be had ------------------------------------------------------------------------------------------

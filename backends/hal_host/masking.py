@@ -188,7 +188,7 @@ class MaskingEngine:
             if members.view == tried.view:
                 assert error is not None
                 raise error
-            self._tell(members, error)
+            self._tell(members, members.lost & ~tried.lost)
             ended = max(ended, self._ended_on(members.lost & ~tried.lost))
             nbytes = buffer_bytes(self.spec, self._session.world_size, self._session.config.topology.nodes, members)
             try:
@@ -224,11 +224,8 @@ class MaskingEngine:
     def _timeout(self) -> float:
         return self._session.config.timeout if self.spec.timeout is None else self.spec.timeout
 
-    def _tell(self, members: Members, error: PeerTimeout | None) -> None:
-        _log.warning(
-            "rank %d goes on without %s (view %d)%s",
-            self._session.rank,
-            " and ".join(f"rank {rank}" for rank in ranks_of(members.lost)),
-            members.view,
-            "" if error is None else f": {error}",
-        )
+    def _tell(self, members: Members, newly: int) -> None:
+        silent = f"which did not answer for {self._timeout:g} s"
+        for rank in ranks_of(newly):
+            why = "which has ended" if self._transport.has_ended(rank) else silent
+            _log.warning("rank %d goes on without rank %d, %s (view %d)", self._session.rank, rank, why, members.view)

@@ -132,13 +132,12 @@ class HostSession:
             self.transport.wait(self._slots, slot, self._barriers[peer], peer, 0, "barrier", timeout)
             return
         transport: Any = self.transport
-        while not transport.newest_view().lost >> peer & 1:
+        while not (members := transport.newest_view()).lost >> peer & 1:
             try:
                 transport.wait(self._slots, slot, self._barriers[peer], peer, 0, "barrier", timeout)
                 return
             except PeerTimeout as error:
-                before = transport.newest_view().view
-                if transport.leave_out(before, error.rank).view == before:
+                if transport.leave_out(members.view, error.rank).view == members.view:
                     raise
 
     @property

@@ -122,6 +122,9 @@ std::uint64_t ShmTransport::wait(int id, std::size_t slot_offset, std::uint64_t 
     while (true) {
         const Members members = newest_view();
         require_member(members);
+        const std::uint64_t seen = shm_load(slot);
+        if (source >= 0 && is_lost(members, source) && seen < at_least)
+            throw PeerTimeoutError(source, stage, queue, at_least, seen, seconds_since(start), "it is masked");
         try {
             return await(slot, at_least, source, queue, stage.c_str(), timeout - seconds_since(start), &members);
         } catch (const PeerTimeoutError&) {
