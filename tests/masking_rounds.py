@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def judge(
     longest = max(results.values(), key=len)
     masks = [(got["dispatch masked"], got["combine masked"]) for got in longest]
     flat = [set(mask) for pair in masks for mask in pair]
-    assert all(a <= b for a, b in zip(flat, flat[1:], strict=False)), masks
+    assert all(a <= b for a, b in pairwise(flat)), masks
     for number, (at_dispatch, at_combine) in enumerate(masks):
         tokens = inputs(spec, ranks, number)
         want, handle = reference.dispatch(spec, tokens.x, tokens.topk_idx, tokens.topk_weights, masked=at_dispatch)

@@ -142,7 +142,9 @@ def test_no_round_ends_before_every_rank_holds_it(schedule):
 
         def work(rank: int) -> Any:
             engine = world.engines[rank]
-            pending = engine.dispatch_send(as_buffer(tokens.x[rank]), as_buffer(tokens.topk_idx[rank]), None, None, None, None)
+            pending = engine.dispatch_send(
+                as_buffer(tokens.x[rank]), as_buffer(tokens.topk_idx[rank]), None, None, None, None
+            )
             if rank == 2:
                 return None
             with pytest.raises(PeerTimeout) as raised:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from masking_rounds import Record, judge, round_of, spec_of
+from masking_rounds import Record, expert_rows, inputs, judge, round_of, spec_of
 
 import hal
+from hal import reference
 from hal.errors import ContractError, HalError, PeerTimeout, RankMasked
 
 PATIENT = 30.0
@@ -30,8 +31,6 @@ def expert_parallel(comm: hal.Communicator, **settings: Any) -> hal.ExpertParall
 
 def leaves(comm: hal.Communicator, ep: hal.ExpertParallel, how: str, number: int) -> None:
     """End this rank at some point of round ``number``."""
-    from masking_rounds import expert_rows, inputs
-
     tokens = inputs(ep.spec, ep.world_size, number)
     arguments = (tokens.x[ep.rank], tokens.topk_idx[ep.rank], tokens.topk_weights[ep.rank])
     if how == "after dispatch_send":
@@ -117,14 +116,13 @@ def test_a_token_whose_experts_are_all_lost_gets_zeros_and_its_bias() -> None:
         return y, back
 
     for y, back in hal.spawn(3, body, timeout=PATIENT)[:2]:
-        assert np.array_equal(y, np.stack([np.full(8, 1.0), np.full(8, 2.0)]).astype(np.float32)), "0.25 * 4 + 1: no more"
+        assert np.array_equal(y, np.stack([np.full(8, 1.0), np.full(8, 2.0)]).astype(np.float32)), (
+            "0.25 * 4 + 1: no more"
+        )
         assert np.array_equal(back, np.array([[0, 0], [0.25, 0]], np.float32))
 
 
 def test_handles_from_before_a_loss_still_combine_and_dispatch() -> None:
-    from hal import reference
-    from masking_rounds import expert_rows, inputs
-
     spec = spec_of(3)
     tokens = inputs(spec, 3, 0)
 
@@ -338,6 +336,8 @@ def test_the_emulated_ascend_device_refuses() -> None:
     pytest.importorskip("hal_ascend._engine")
     with (
         hal.connect(backend="ascend", transport="udma_emulated") as comm,
-        pytest.raises(ContractError, match=r"on_peer_loss='mask' cannot be had here: its backend has no kernels for it"),
+        pytest.raises(
+            ContractError, match=r"on_peer_loss='mask' cannot be had here: its backend has no kernels for it"
+        ),
     ):
         expert_parallel(comm)

@@ -24,6 +24,7 @@ from hal_host.session import ranks_of
 if TYPE_CHECKING:
     from hal.config import ExpertParallelSpec
     from hal_host.session import HostSession
+    from hal_host.shm import Shm
 
 _T = TypeVar("_T")
 _log = logging.getLogger("hal")
@@ -46,9 +47,11 @@ class MaskingEngine:
 
     def __init__(self, session: HostSession, spec: ExpertParallelSpec) -> None:
         """Collective: the first view's window is allocated on every rank."""
-        self.spec, self._session, self._transport = spec, session, session.transport
+        self.spec, self._session = spec, session
+        self._transport: Shm = session.transport  # type: ignore[assignment]  # HostSession.why_not_mask said so
         self.buffer_bytes = buffer_bytes(spec, session.world_size, session.config.topology.nodes, Members())
         self._first_window = session.allocate(self.buffer_bytes)
+        self._window: int | None = self._first_window
         self.masked_ranks: tuple[int, ...] = ()
         # Rounds that have ended here, in all, and before the view began; all ranks receive them in the same order.
         self._ended = self._ended_before = 0
@@ -66,8 +69,9 @@ class MaskingEngine:
         state: Any | None,
         stream: int | None,
     ) -> _Operation:
-        kept = [None if array is None else copy_of(array) for array in (x, topk_idx, topk_weights, scales)]
-        return self._begin(lambda engine: engine.dispatch_send(*kept, state, stream))  # type: ignore[arg-type]
+        kept = copy_of(x)
+        ids, weights, factors = (None if a is None else copy_of(a) for a in (topk_idx, topk_weights, scales))
+        return self._begin(lambda engine: engine.dispatch_send(kept, ids, weights, factors, state, stream))
 
     def dispatch(
         self,
@@ -215,8 +219,7 @@ class MaskingEngine:
     def _enter(self, window: int, members: Members) -> None:
         nodes, ranks = self._session.config.topology.nodes, self._session.world_size
         fabric = self._session.fabric(window, self.spec.timeout, members)
-        self._window: int | None = window
-        self._members = members
+        self._window, self._members = window, members
         self._shape = _engine.shape_in_view(shape_of(self.spec, ranks, nodes), members)
         self._engine = HostEngine.over_fabric(fabric, self.spec, nodes, ranks, members)
 

@@ -146,7 +146,9 @@ class HostSession:
         if not isinstance(self.transport, ShmTransport):
             return f"transport {self.config.transport!r} cannot give a rank new memory that a lost rank does not reach"
         if self.world_size > most_maskable_ranks():
-            return f"the host backend masks among at most {most_maskable_ranks()} ranks, and there are {self.world_size}"
+            return (
+                f"the host backend masks among at most {most_maskable_ranks()} ranks, and there are {self.world_size}"
+            )
         return ""
 
     @property

@@ -5,7 +5,7 @@ in a round all with the same mask, and never without end; one that goes on later
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from hal import reference
 from hal.checker import ep
 from hal.checker.engine import native, profile_dict
+from hal.checker.mutation import KINDS
 from hal.config import TopologyConfig
 from hal.ordering import OrderingProfile, profile
 
@@ -57,6 +58,18 @@ class Losses:
         self.calls = [int(self._subject.calls(rank)) for rank in range(scenario.ranks)]
         """Calls of each rank when nobody stops."""
 
+    def calls_in(self, stage: str) -> list[tuple[int, int]]:
+        """(rank, number) of the waits of a stage, for :meth:`leave_out`."""
+        self._subject.set_faults({})
+        self._subject.set_track(True)
+        calls = native().run(self._subject, "eager")["calls"]
+        self._subject.set_track(False)
+        return [(call["thread"], call["number"]) for call in calls if call["stage"] == stage]
+
+    def leave_out(self, rank: int, number: int) -> None:
+        """From now on that call of that rank does nothing: a broken protocol, for tests of this check."""
+        self._subject.set_mutation(KINDS.index("remove"), rank, number)
+
     def run(
         self, rank: int, after: int, resume: int = NEVER, second: tuple[int, int] | None = None, schedule: str = "eager"
     ) -> LossVerdict:
@@ -78,11 +91,11 @@ class Losses:
             wrong = str(error)
         return LossVerdict(self.scenario, self.profile, fault + _RESUMES[resume], wrong, masked)
 
-    def random(self, rank: int, after: int, resume: int, seed: int, runs: int) -> LossVerdict:
-        """Random schedules; ends of all runs are judged by kind only (hangs, exceptions), data of the last."""
+    def random(self, rank: int, after: int, resume: int, seed: int) -> LossVerdict:
+        """One random schedule."""
         self._subject.set_faults({"stalled": (rank, after), "resume": resume})
-        found = native().explore_random(self._subject, seed, runs, 3, 60.0, True)
-        fault = f"rank {rank} stops after call {after}{_RESUMES[resume]}, random schedules from {seed}"
+        found = native().explore_random(self._subject, seed, 1, 3, 60.0, True)
+        fault = f"rank {rank} stops after call {after}{_RESUMES[resume]}, random schedule {seed}"
         if found["kind"]:
             return LossVerdict(self.scenario, self.profile, fault, f"{found['kind']}: {found['failure']}")
         try:
@@ -109,7 +122,9 @@ class Losses:
                 if end != "went on":
                     continue  # what the others must agree on does not bind a rank that they left out
                 if masks.setdefault((kind, number), mask) != mask:
-                    raise _Wrong(f"rank {rank} has mask {mask:b} in {_NAMES[kind]} {number}, others {masks[kind, number]:b}")
+                    raise _Wrong(
+                        f"rank {rank} has mask {mask:b} in {_NAMES[kind]} {number}, others {masks[kind, number]:b}"
+                    )
                 last |= mask
         if last & ~sum(1 << victim for victim in victims):
             raise _Wrong(f"ranks of mask {last:b} were left out, and only {sorted(victims)} stopped")
@@ -137,7 +152,7 @@ class Losses:
         masked, later = (tuple(r for r in range(scenario.ranks) if m >> r & 1) for m in (at_dispatch, at_combine))
         x, idx, weights = zip(*(self._input(rank, number) for rank in range(scenario.ranks)), strict=True)
         want, handle = reference.dispatch(spec, x, idx, weights, masked=masked)
-        rows = [np.asarray(out.x * np.float32(rank + 2)) for rank, out in enumerate(want)]
+        rows = [out.x.astype(np.float32) * np.float32(rank + 2) for rank, out in enumerate(want)]
         sums = reference.combine(rows, handle, topology=TopologyConfig(scenario.nodes), masked=later)
         planes = [(out.x, out.topk_idx, out.topk_weights, out.tokens_per_expert) for out in want]
         return [b"".join(plane.tobytes() for plane in each) for each in planes], [np.asarray(y).tobytes() for y in sums]
@@ -157,6 +172,14 @@ _NAMES = ("dispatch", "combine")
 
 class _Wrong(Exception):
     pass
+
+
+def scenarios(schedule: str, completion: str, layouts: Sequence[str] = ep.LAYOUTS) -> Iterator[ep.Scenario]:
+    """For each layout: two rounds one after the other, and two dispatches in flight."""
+    for layout in layouts:
+        base = replace(next(iter(ep.small(schedule, completion, layout))), on_peer_loss="mask")
+        yield base
+        yield replace(base, in_flight=2, tokens=(1,) * base.ranks)
 
 
 def check(scenario: ep.Scenario, under: OrderingProfile | str, *, every: int = 1) -> Iterator[LossVerdict]:

@@ -110,8 +110,11 @@ def _prepare(args: argparse.Namespace, settings: Settings) -> tuple[str, list[st
         words, ids = (words * repeats)[: len(idx)], np.tile(ids, repeats)[: len(idx)]
         routing = idx, weights
     limit = work.tokens * settings.ranks
-    return source, words[:limit], settings, Job(
-        Model(work, args.layers), ids[:limit], routing, sys.stderr.isatty(), _killed(settings, args.layers)
+    return (
+        source,
+        words[:limit],
+        settings,
+        Job(Model(work, args.layers), ids[:limit], routing, sys.stderr.isatty(), _killed(settings, args.layers)),
     )
 
 

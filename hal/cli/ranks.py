@@ -26,7 +26,8 @@ _WORK = "work.pkl"
 def run_ranks(settings: Settings, function: str, payload: object) -> list[Any]:
     """``function`` (``module:name``) as ``name(comm, settings, payload)`` on ``settings.ranks`` ranks; results by rank.
 
-    With ``on_peer_loss=mask`` a rank that was killed has None. Raises ContractError when a rank refused what the user asked for, HalError when one failed otherwise.
+    With ``on_peer_loss=mask`` a rank that was killed has None. Raises ContractError when a rank refused what the user
+    asked for, HalError when one failed otherwise.
     """
     from hal.launch import run as launch
 

@@ -187,6 +187,13 @@ void bind_search(py::module_& m) {
         .def(
             "set_faults", [](MaskingSubject& s, const py::dict& faults) { s.set_faults(faults_from(faults)); },
             "faults"_a)
+        .def("set_track", &MaskingSubject::set_track, "track"_a)
+        .def(
+            "set_mutation",
+            [](MaskingSubject& s, int kind, int thread, std::uint32_t number) {
+                s.set_mutation(Mutation{static_cast<Mutation::Kind>(kind), std::uint16_t(thread), number});
+            },
+            "kind"_a, "thread"_a, "number"_a)
         .def("calls", &MaskingSubject::calls, "rank"_a, "Calls that a rank made in the last run.")
         .def("end", &MaskingSubject::end, "rank"_a, "How a rank's last run ended: went on, masked, stopped.")
         .def(

@@ -133,8 +133,8 @@ class RankRun {
                                        o.state);
             return;
         }
-        const ep::DispatchInput in{reinterpret_cast<const std::byte*>(o.x.data()), tokens_, o.ids.data(), false,
-                                   o.weights.data(), nullptr};
+        const ep::DispatchInput in{
+            reinterpret_cast<const std::byte*>(o.x.data()), tokens_, o.ids.data(), false, o.weights.data(), nullptr};
         o.dispatch = k.dispatch_send(std::uint32_t(o.number % s_.shape.num_buffers), in, nullptr);
     }
 
@@ -270,18 +270,16 @@ class RankRun {
         std::uint64_t most = 0;
         for (int r = 0; r < s_.shape.ranks; ++r)
             if ((lost & rank_bit(r)) && f_.gone(r))
-                most = std::max(most, ended_before_ + f_.last_word(r, view_->fabric.base() +
-                                                                         view_->kernels.layout().signal(
-                                                                             Sig::agreed, std::uint64_t(r))));
+                most = std::max(
+                    most, ended_before_ + f_.last_word(r, view_->fabric.base() + view_->kernels.layout().signal(
+                                                                                     Sig::agreed, std::uint64_t(r))));
         return most;
     }
 
     // Those that are left tell each other how many rounds have ended.
     std::uint64_t meet(const Members& m, std::uint64_t ended) {
         const std::uint64_t ranks = std::uint64_t(s_.shape.ranks);
-        const auto word = [&](int r) {
-            return most_views_ * view_bytes_ + (m.view * ranks + std::uint64_t(r)) * line;
-        };
+        const auto word = [&](int r) { return most_views_ * view_bytes_ + (m.view * ranks + std::uint64_t(r)) * line; };
         for (int r = 0; r < s_.shape.ranks; ++r)
             if (r != rank_ && !is_lost(m, r)) f_.signal(0, r, word(rank_), ended + 1, SignalOp::set, Order::strong);
         for (int r = 0; r < s_.shape.ranks; ++r)
@@ -312,8 +310,8 @@ class RankRun {
 
 MaskingSubject::MaskingSubject(EpScenario scenario, const Profile& profile)
     : scenario_(std::move(scenario)), profile_(profile), most_views_(std::uint64_t(scenario_.shape.ranks)) {
-    view_bytes_ = std::max(buffer_layout(scenario_.shape).total,
-                           buffer_layout(shape_in_view(scenario_.shape, {1, 1})).total);
+    view_bytes_ =
+        std::max(buffer_layout(scenario_.shape).total, buffer_layout(shape_in_view(scenario_.shape, {1, 1})).total);
 }
 
 WorldConfig MaskingSubject::start() {
@@ -331,7 +329,8 @@ WorldConfig MaskingSubject::start() {
     c.window_bytes = c.views + 8 * most_views_ + line;
     c.piece_bytes = scenario_.piece_bytes;
     c.faults = faults_;
-    c.track = false;
+    c.mutation = mutation_;
+    c.track = track_;
     for (int r = 0; r < c.ranks; ++r) c.thread_rank.push_back(r);
     c.body = [this](int thread, CheckFabric& fabric) { run_rank(thread, fabric); };
     return c;

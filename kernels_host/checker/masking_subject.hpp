@@ -3,6 +3,7 @@
 // stretch of each rank's window, the views' words lie in rank 0's, and what the host engine does between views
 // (backends/hal_host/masking.py) is stated once more here, in the checker's terms. Python judges the results, by masks.
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@ class MaskingSubject : public Subject {
     std::vector<std::uint8_t> outcome(const World& world) override;
 
     void set_faults(const Faults& faults) { faults_ = faults; }
+    void set_mutation(std::optional<Mutation> mutation) { mutation_ = mutation; }
+    void set_track(bool track) { track_ = track; }
     // What rank r's calls gave, in the order in which they ended: for each an int64 header (0 = dispatch or 1 = combine,
     // round, masked ranks), then a dispatch's rows, ids, weights and counts, or a combine's sums.
     const std::vector<std::byte>& output(int rank) const { return outputs_[std::size_t(rank)]; }
@@ -33,6 +36,8 @@ class MaskingSubject : public Subject {
     const Profile profile_;
     std::uint64_t view_bytes_, most_views_;
     Faults faults_;
+    std::optional<Mutation> mutation_;
+    bool track_ = false;  // keeps the calls, for mutation
     std::vector<std::vector<std::byte>> outputs_;
     std::vector<std::string> ends_;
     std::vector<std::uint32_t> calls_;

@@ -496,8 +496,10 @@ std::vector<Access> World::footprint(Entity e) const {
             case Pending::write_at:
                 return {{p.access, p.rank, p.begin, p.end}};
             case Pending::wait: {
-                std::vector<Access> all{{config_.least_waits ? Access::least_wait : Access::wait, p.rank, p.begin, p.end}};
-                if (p.later_view) all.push_back({Access::read, 0, config_.views, config_.views + 8 * config_.most_views});
+                std::vector<Access> all{
+                    {config_.least_waits ? Access::least_wait : Access::wait, p.rank, p.begin, p.end}};
+                if (p.later_view)
+                    all.push_back({Access::read, 0, config_.views, config_.views + 8 * config_.most_views});
                 return all;
             }
             default:

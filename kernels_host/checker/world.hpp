@@ -48,13 +48,17 @@ struct OperationName {
 };
 
 struct Faults {
-    std::optional<OperationName> lost;                     // never arrives
-    std::optional<OperationName> lost_completion;          // arrives; its completion is never reported
-    std::optional<OperationName> error_completion;         // does not arrive, and says so
-    std::vector<std::pair<int, std::uint32_t>> stalled;    // (rank, calls after which it stops)
-    enum Resume : std::uint8_t { never, noticed, last } resume = never;  // a stopped rank goes on: when the others' time
-                                                                         // was up, or when they have ended
-    std::uint32_t ring_entries = 0;                        // operations in flight on one (peer, queue); 0 = no limit
+    std::optional<OperationName> lost;                   // never arrives
+    std::optional<OperationName> lost_completion;        // arrives; its completion is never reported
+    std::optional<OperationName> error_completion;       // does not arrive, and says so
+    std::vector<std::pair<int, std::uint32_t>> stalled;  // (rank, calls after which it stops)
+    enum Resume : std::uint8_t {
+        never,
+        noticed,
+        last
+    } resume = never;                // a stopped rank goes on: when the others' time
+                                     // was up, or when they have ended
+    std::uint32_t ring_entries = 0;  // operations in flight on one (peer, queue); 0 = no limit
     bool any() const { return lost || lost_completion || error_completion || !stalled.empty(); }
 };
 

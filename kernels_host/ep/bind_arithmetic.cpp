@@ -54,9 +54,7 @@ void bind_shape(py::module_& m) {
     m.def("most_maskable_ranks", &most_maskable_ranks);
     m.def(
         "agreed_word",
-        [](const EpShape& shape, int rank) {
-            return buffer_layout(shape).signal(Sig::agreed, std::uint64_t(rank));
-        },
+        [](const EpShape& shape, int rank) { return buffer_layout(shape).signal(Sig::agreed, std::uint64_t(rank)); },
         "shape"_a, "rank"_a, "Offset of a rank's word of agreement (kernels_host/ep/agreement.hpp).");
     m.def(
         "buffer_parts",

@@ -40,8 +40,8 @@ class Combine {
     Combine(Fabric& fabric, const BufferLayout& layout, Element element, bool by_node, const Members& members,
             Agreement<Fabric>& agreement)
         : f_(fabric), l_(layout), s_(layout.shape), element_(element), by_node_(by_node), members_(members),
-          agreement_(agreement), me_(fabric.rank()), node_(node_of(s_, me_)),
-          partial_(std::size_t(s_.num_buffers)), partial_weights_(std::size_t(s_.num_buffers)),
+          agreement_(agreement), me_(fabric.rank()), node_(node_of(s_, me_)), partial_(std::size_t(s_.num_buffers)),
+          partial_weights_(std::size_t(s_.num_buffers)),
           node_sums_(by_node && !is_hierarchical(s_) ? std::size_t(s_.nodes) * row_bytes() : 0) {}
 
     CombineRound send(const CombineInput& in, std::shared_ptr<State> state) {
@@ -265,8 +265,8 @@ class Combine {
     void sum_node_here(const CombineRound& round, std::int32_t t, int node, const float* weights, const RowOf& x) {
         Terms home;
         std::swap(home, terms_);
-        add_terms(round.state->route->home, t, node * node_destinations(s_), (node + 1) * node_destinations(s_), weights,
-                  x);
+        add_terms(round.state->route->home, t, node * node_destinations(s_), (node + 1) * node_destinations(s_),
+                  weights, x);
         const bool any = !terms_.rows.empty();
         std::byte* y = node_sums_.data() + std::size_t(node) * row_bytes();
         if (any) sum(round.weighted, 0, 0, nullptr, 0, y);

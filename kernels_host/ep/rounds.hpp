@@ -14,7 +14,7 @@ namespace hal::ep {
 struct Received {
     std::int64_t place;  // first row here
     std::int64_t count;
-    std::int64_t back;  // first row of the area to which combine returns them
+    std::int64_t back;       // first row of the area to which combine returns them
     std::int64_t flat_back;  // the same where every row goes back the direct way; equal without nodes
 };
 

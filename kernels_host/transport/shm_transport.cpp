@@ -23,6 +23,8 @@ using Clock = std::chrono::steady_clock;
 
 // How long a waiter sleeps before it looks for dead peers: what "at once" means.
 constexpr auto kFaultInterval = std::chrono::milliseconds(5);
+// With masking, a longer turn than this counts as this long: a rank that was itself stopped does not accuse the others of it.
+constexpr double kLongestTurn = 0.1;
 constexpr int kInterruptTurns = 10;  // fault intervals between two looks for Ctrl-C
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -300,6 +302,8 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
     } announcement(own(), source, stage);
 
     const auto start = Clock::now();
+    auto before = start;
+    double waited = 0;
     const auto fail = [&](std::pair<int, std::string> fault) -> PeerTimeoutError {
         check_interrupts();  // a Ctrl-C for all ranks is no peer's fault
         if (!members) {
@@ -328,7 +332,10 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
             }
             if (fault) throw fail(*fault);
         }
-        const double left = timeout - seconds_since(start);
+        const double turn_seconds = std::chrono::duration<double>(now - before).count();
+        waited += members ? std::min(turn_seconds, kLongestTurn) : turn_seconds;
+        before = now;
+        const double left = timeout - waited;
         if (left <= 0) {
             // In this order: a relay whose own time was up just now publishes its fault before it stops to wait.
             auto root = root_of_stall(source);
