@@ -157,13 +157,17 @@ class RankRun {
     }
 
     void hand_out(Operation& o, View& view) {
-        keep(out_, std::vector<std::int64_t>{!o.dispatches, o.number, std::int64_t(view.members.lost)});
-        if (!o.dispatches) return keep(out_, o.y);
+        const std::vector<std::int64_t> header{!o.dispatches, o.number, std::int64_t(view.members.lost)};
+        if (!o.dispatches) {
+            keep(out_, header);
+            return keep(out_, o.y);
+        }
         const std::size_t rows = std::size_t(view.kernels.rows(o.dispatch));
         o.rows.resize(rows * width_);
         if (rows)
             std::memcpy(o.rows.data(), view.fabric.read(view.kernels.received_x(o.dispatch), rows * width_ * 4),
                         rows * width_ * 4);
+        keep(out_, header);  // a rank that stops before here has not ended the call
         keep(out_, o.rows);
         keep(out_, o.idx);
         keep(out_, o.row_weights);
