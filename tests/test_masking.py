@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hal_host.passing import Passing
 from masking_rounds import Record, expert_rows, inputs, judge, round_of, spec_of
 
 import hal
@@ -322,6 +325,57 @@ comm.close()
     masks = judge(spec_of(3, **settings), 3, Record.read(tmp_path))
     assert masks[-1] == ((1,), (1,))
     assert len(masks) >= 16
+
+
+def test_a_pause_of_all_ranks_masks_nobody(run_ranks, tmp_path) -> None:
+    script = f"""{PREAMBLE}
+import subprocess
+comm = hal.connect(timeout={PATIENT})
+ep = comm.expert_parallel(spec_of(3), timeout=2.0)
+open(os.path.join(folder, f"pid-{{comm.rank}}"), "w").write(str(os.getpid()))
+comm.barrier()
+if comm.rank == 0:
+    pids = " ".join(open(os.path.join(folder, f"pid-{{rank}}")).read() for rank in range(3))
+    subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -STOP {{pids}}; sleep 3.5; kill -CONT {{pids}}"], start_new_session=True)
+end = time.monotonic() + 4.5
+number = 0
+while True:
+    # Rank 1 is slow, so that the others are stopped in the middle of waits; rank 0 says when it is enough.
+    got = round_of(ep, number)
+    time.sleep(0.05 * (comm.rank == 1))
+    number += 1
+    assert got["combine masked"] == ()
+    enough = int(comm.rank == 0 and time.monotonic() > end)
+    if len(ep.dispatch(np.ones((enough, 16), np.float32), np.tile([0, 3, 6], (enough, 1))).x):
+        break
+comm.close()
+print("rounds", number)
+"""
+    outcome = run_ranks(3, script, str(tmp_path), timeout=100)
+    assert outcome.status == 0, outcome
+    assert len({outcome.text(rank) for rank in range(3)}) == 1, outcome
+
+
+# --- descriptors between ranks ---------------------------------------------------------------------------------------
+
+
+def test_descriptors_of_several_windows_and_views_are_not_mixed_up() -> None:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with left, right, open(os.devnull) as null:
+        sender, taker = Passing([None, left]), Passing([right, None])
+        for name, value in (((1, 1), 5), ((2, 1), 6), ((1, 2), 7)):
+            sender.send(1, name, null.fileno(), value)
+        for name, value in (((2, 1), 6), ((1, 2), 7)):
+            fd, got = taker.take(0, name, PATIENT)
+            os.close(fd)
+            assert got == value
+        taker.forget(1, 2)
+        with pytest.raises(PeerTimeout, match=r"rank 0: no answer in stage 'window'"):
+            taker.take(0, (1, 1), 0.05)
+        left.close()
+        with pytest.raises(PeerTimeout, match="rank 0: its process died"):
+            taker.take(0, (1, 3), PATIENT)
+        taker.close()
 
 
 # --- where it cannot be had ------------------------------------------------------------------------------------------

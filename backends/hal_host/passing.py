@@ -19,6 +19,7 @@ from contextlib import suppress
 from hal.errors import PeerTimeout
 
 _HEADER = struct.Struct("!IIQ")
+_FD = struct.Struct("i")
 _POLL_SECONDS = 0.005
 _LONGEST_TURN = 0.1
 Name = tuple[int, int]
@@ -39,7 +40,8 @@ class Passing:
         link = self._links[peer]
         assert link is not None
         with suppress(OSError):  # a lost peer is reported by whoever waits for it
-            socket.send_fds(link, [_HEADER.pack(*name, value)], [fd], socket.MSG_DONTWAIT)
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))]
+            link.sendmsg([_HEADER.pack(*name, value)], ancillary, socket.MSG_DONTWAIT)
 
     def take(self, peer: int, name: Name, timeout: float, look: Callable[[], None] | None = None) -> tuple[int, int]:
         """The descriptor, which is the caller's from now on, and its number. ``look`` is called now and then, and may raise.
@@ -92,16 +94,17 @@ class Passing:
         assert link is not None
         while peer not in self._ended:
             try:
-                data, fds, _, _ = socket.recv_fds(link, _HEADER.size, 1, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+                # Not socket.recv_fds, which passes no flags on.
+                flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                data, ancillary, _, _ = link.recvmsg(_HEADER.size, socket.CMSG_LEN(_FD.size), flags)
             except BlockingIOError:
                 return
             except OSError as error:
                 self._ended[peer] = str(error)
                 return
-            if len(data) != _HEADER.size or len(fds) != 1:
-                for fd in fds:
-                    os.close(fd)
+            if len(data) != _HEADER.size or len(ancillary) != 1:
                 self._ended[peer] = "its process died"
                 return
             number, view, value = _HEADER.unpack(data)
-            self._filed[peer, (number, view)] = fds[0], value
+            (fd,) = _FD.unpack(ancillary[0][2])
+            self._filed[peer, (number, view)] = fd, value
