@@ -70,8 +70,9 @@ class Backend(Protocol):
 class Session(Protocol):
     """One rank's connection: symmetric memory, queues and the four ordering words. All offsets are bytes.
 
-    One whose engines can go on without a lost rank has ``why_not_mask``: empty, or why not these settings. Others need not
-    know of ``on_peer_loss``; it is refused for them.
+    One whose engines can go on without a lost rank has ``why_not_mask``: empty, or why not these settings; and ``masking``,
+    True once such an engine was made: from then on a PeerTimeout leaves the communicator usable. Others need not know of
+    ``on_peer_loss``; it is refused for them.
     """
 
     rank: int

@@ -151,12 +151,6 @@ class HostSession:
             )
         return ""
 
-    @property
-    def masked_ranks(self) -> tuple[int, ...]:
-        """The ranks that are left out by now."""
-        transport: Any = self.transport
-        return ranks_of(transport.newest_view().lost) if self.masking else ()
-
     def expert_parallel(self, spec: ExpertParallelSpec) -> Engine:
         self._require_usable()
         engine: Engine
