@@ -160,12 +160,15 @@ class MaskingEngine:
                 receive(engine, room)
                 self._ended += 1
             except PeerTimeout as error:
-                ended = self._renew(error)
-                # It ended on some rank. Then every rank had said that it holds the round, and this one said so only after
-                # all its rows were here; what it went on to write is whole, since nothing but waits can fail.
-                if ended == self._ended or engine is None or room is None:
+                # Where it has ended on another rank, every rank had said that it holds the round, and this one said so only
+                # after all its rows were here; what it went on to write is whole, since nothing but waits can fail.
+                if engine is not None and room is not None and self._has_ended_elsewhere():
+                    engine._kernels.end_round()
+                    self._ended += 1
+                elif (ended := self._renew(error)) > self._ended and engine is not None and room is not None:
+                    self._ended = ended
+                else:
                     continue
-                self._ended = ended
             except BaseException:
                 self._operations.remove(operation)
                 raise
@@ -206,14 +209,26 @@ class MaskingEngine:
         self._enter(window, members)
         return ended
 
+    def _has_ended_elsewhere(self) -> bool:
+        """Whether the round that this rank is in has ended on another. To be asked before this rank leaves the view: from
+        then on it has told the others how far it got. Without it, those that still wait would need one that is done, and
+        perhaps idle for long, to meet them in a new view."""
+        here = self._ended - self._ended_before
+        absent = self._members.lost | 1 << self._session.rank
+        return any(self._word(rank) > here for rank in range(self._session.world_size) if not absent >> rank & 1)
+
+    def _word(self, rank: int) -> int:
+        """How many rounds of this view have ended on a rank."""
+        assert self._window is not None
+        return self._transport.peer_word(self._window, rank, _engine.agreed_word(self._shape, rank))
+
     def _ended_on(self, lost: int) -> int:
         """The most rounds that have ended on a rank that is gone for good, whose results may have been used. To be asked
         once for each rank, when it is left out: one that is only slow may end a round that the others repeat by now."""
         most = 0
         for rank in ranks_of(lost):
-            if self._window is not None and self._transport.has_ended(rank):
-                word = _engine.agreed_word(self._shape, rank)
-                most = max(most, self._ended_before + self._transport.peer_word(self._window, rank, word))
+            if self._transport.has_ended(rank):
+                most = max(most, self._ended_before + self._word(rank))
         return most
 
     def _enter(self, window: int, members: Members) -> None:

@@ -71,18 +71,19 @@ class Losses:
         self._subject.set_mutation(KINDS.index("remove"), rank, number)
 
     def run(
-        self, rank: int, after: int, resume: int = NEVER, second: tuple[int, int] | None = None, schedule: str = "eager"
+        self, rank: int, after: int, resume: int = NEVER, second: tuple[int, int] | None = None, idle: bool = False
     ) -> LossVerdict:
-        """``rank`` stops after its call number ``after``; so does ``second`` (rank, call), if given."""
-        faults: dict[str, Any] = {"stalled": (rank, after), "resume": resume}
-        fault = f"rank {rank} stops after call {after}"
+        """``rank`` stops after its call number ``after``; so does ``second`` (rank, call), if given. With ``idle`` ranks that
+        have made all their calls stay there, answer nobody, and must not be masked for it."""
+        faults: dict[str, Any] = {"stalled": (rank, after), "resume": resume, "idle_at_end": idle}
+        fault = f"rank {rank} stops after call {after}" + (", the others stay idle when they are done" if idle else "")
         victims = {rank}
         if second is not None:
             faults["stalled_too"] = second
             victims.add(second[0])
             fault += f", rank {second[0]} after call {second[1]}"
         self._subject.set_faults(faults)
-        ran = native().run(self._subject, schedule)
+        ran = native().run(self._subject, "eager")
         masked: tuple[int, ...] = ()
         try:
             masked = self._judge(ran, victims, resume)
@@ -190,5 +191,6 @@ def check(scenario: ep.Scenario, under: OrderingProfile | str, *, every: int = 1
         for after in range(1, losses.calls[rank] + 1, every):
             for resume in (NEVER, NOTICED, LAST):
                 yield losses.run(rank, after, resume)
+            yield losses.run(rank, after, idle=True)
             other = (rank + 1 + after % (scenario.ranks - 1)) % scenario.ranks
             yield losses.run(rank, after, NEVER, (other, 1 + after * 7 % (losses.calls[other] + 20)))

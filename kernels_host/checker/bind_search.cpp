@@ -101,6 +101,7 @@ Faults faults_from(const py::dict& d) {
     f.error_completion = operation_from(d, "error_completion");
     for (const char* key : {"stalled", "stalled_too"})
         if (d.contains(key)) f.stalled.push_back(d[key].cast<std::pair<int, std::uint32_t>>());
+    if (d.contains("idle_at_end")) f.idle_at_end = d["idle_at_end"].cast<bool>();
     if (d.contains("resume")) f.resume = static_cast<Faults::Resume>(d["resume"].cast<int>());
     if (d.contains("ring_entries")) f.ring_entries = d["ring_entries"].cast<std::uint32_t>();
     return f;

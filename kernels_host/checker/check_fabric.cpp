@@ -205,6 +205,16 @@ std::uint64_t CheckFabric::wait(std::size_t slot, std::uint64_t at_least, int so
     return w_.seen(rank_, call.offset, p.at_least);
 }
 
+std::uint64_t CheckFabric::peer_word(int rank, std::size_t offset) {
+    World::Pending p;
+    p.kind = World::Pending::read;
+    p.rank = rank;
+    p.begin = offset;
+    p.end = offset + 8;
+    w_.call(thread_, p);
+    return w_.slot(rank, offset);
+}
+
 std::uint64_t CheckFabric::compare_and_set(std::uint64_t view, std::uint64_t expected, std::uint64_t desired) {
     World::Pending p;
     p.kind = World::Pending::write_at;

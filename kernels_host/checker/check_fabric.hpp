@@ -32,7 +32,8 @@ class CheckFabric {
     // For views: sets a word of WorldConfig::views to `desired` if it is `expected`, in one step; returns what it was.
     std::uint64_t compare_and_set(std::uint64_t view, std::uint64_t expected, std::uint64_t desired);
     bool gone(int rank) const { return w_.gone(rank); }
-    // A word of a rank that is gone.
+    // A word of another rank's window, in one step; and of one that is gone.
+    std::uint64_t peer_word(int rank, std::size_t offset);
     std::uint64_t last_word(int rank, std::size_t offset) const { return w_.slot(rank, offset); }
 
   private:

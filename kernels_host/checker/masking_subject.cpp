@@ -205,7 +205,10 @@ class RankRun {
             } catch (const PeerTimeoutError& e) {
                 error = e;
             }
-            if (error) {
+            if (error && room && has_ended_elsewhere()) {
+                view->kernels.end_round();
+                ++ended_;
+            } else if (error) {
                 const std::uint64_t ended = renew(*error);
                 if (ended == ended_ || !room) continue;
                 ended_ = ended;
@@ -270,25 +273,35 @@ class RankRun {
         return now;
     }
 
+    std::uint64_t word(int rank) const {
+        return view_->fabric.base() + view_->kernels.layout().signal(Sig::agreed, std::uint64_t(rank));
+    }
+
+    bool has_ended_elsewhere() {
+        for (int r = 0; r < s_.shape.ranks; ++r)
+            if (r != rank_ && !is_lost(view_->members, r) && f_.peer_word(r, word(r)) > ended_ - ended_before_)
+                return true;
+        return false;
+    }
+
     std::uint64_t ended_on(std::uint64_t lost) const {
         std::uint64_t most = 0;
         for (int r = 0; r < s_.shape.ranks; ++r)
-            if ((lost & rank_bit(r)) && f_.gone(r))
-                most = std::max(
-                    most, ended_before_ + f_.last_word(r, view_->fabric.base() + view_->kernels.layout().signal(
-                                                                                     Sig::agreed, std::uint64_t(r))));
+            if ((lost & rank_bit(r)) && f_.gone(r)) most = std::max(most, ended_before_ + f_.last_word(r, word(r)));
         return most;
     }
 
     // Those that are left tell each other how many rounds have ended.
     std::uint64_t meet(const Members& m, std::uint64_t ended) {
         const std::uint64_t ranks = std::uint64_t(s_.shape.ranks);
-        const auto word = [&](int r) { return most_views_ * view_bytes_ + (m.view * ranks + std::uint64_t(r)) * line; };
+        const auto message = [&](int r) {
+            return most_views_ * view_bytes_ + (m.view * ranks + std::uint64_t(r)) * line;
+        };
         for (int r = 0; r < s_.shape.ranks; ++r)
-            if (r != rank_ && !is_lost(m, r)) f_.signal(0, r, word(rank_), ended + 1, SignalOp::set, Order::strong);
+            if (r != rank_ && !is_lost(m, r)) f_.signal(0, r, message(rank_), ended + 1, SignalOp::set, Order::strong);
         for (int r = 0; r < s_.shape.ranks; ++r)
             if (r != rank_ && !is_lost(m, r))
-                ended = std::max(ended, f_.wait(word(r), 1, r, 0, "agreement after a lost rank", m.view + 1) - 1);
+                ended = std::max(ended, f_.wait(message(r), 1, r, 0, "agreement after a lost rank", m.view + 1) - 1);
         return ended;
     }
 

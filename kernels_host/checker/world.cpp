@@ -591,7 +591,7 @@ void World::views_changed() {
 
 bool World::gone(int thread) const {
     const Thread& t = *threads_[std::size_t(thread)];
-    return t.ended || (t.stalled && config_.faults.resume == Faults::never);
+    return (t.ended && !config_.faults.idle_at_end) || (t.stalled && config_.faults.resume == Faults::never);
 }
 
 std::uint32_t World::calls_of(int thread) const { return threads_[std::size_t(thread)]->calls; }

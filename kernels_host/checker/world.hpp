@@ -58,6 +58,7 @@ struct Faults {
         last
     } resume = never;                // a stopped rank goes on: when the others' time
                                      // was up, or when they have ended
+    bool idle_at_end = false;        // a rank that has ended is still there, and answers nobody
     std::uint32_t ring_entries = 0;  // operations in flight on one (peer, queue); 0 = no limit
     bool any() const { return lost || lost_completion || error_completion || !stalled.empty(); }
 };

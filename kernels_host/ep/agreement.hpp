@@ -27,13 +27,17 @@ class Agreement {
                 f_.signal(0, p, word(me_), said_, SignalOp::set, Order::strong);
     }
 
-    // Everyone has said so. Its own word tells peers that outlive this rank that the round ended here.
+    // Everyone has said so.
     void await(const char* stage) {
         if (!l_.shape.agreed) return;
         for (int i = 1; i < l_.shape.ranks; ++i)
             if (const int p = peer(i); !is_lost(members_, p)) f_.wait(word(p), said_, p, 0, stage);
-        f_.signal(0, me_, word(me_), said_, SignalOp::set, Order::strong);
+        end();
     }
+
+    // This rank's own word tells its peers that the round has ended here, so it may end for them, also if this rank is
+    // gone by then.
+    void end() { f_.signal(0, me_, word(me_), said_, SignalOp::set, Order::strong); }
 
   private:
     int peer(int i) const { return (me_ + i) % l_.shape.ranks; }

@@ -72,6 +72,7 @@ void bind_kernels(py::module_& m, const char* name) {
         .def("dispatch_send", &dispatch_send<Fabric>, "slot"_a, "x"_a, "tokens"_a, "topk_idx"_a, "idx_is_int64"_a,
              "topk_weights"_a, "scales"_a, "reused"_a)
         .def("rows", &K::rows, "round"_a)
+        .def("end_round", &K::end_round)
         .def("received_x", &K::received_x, "round"_a, "Offset in the window of the rows that a round receives.")
         .def("dispatch_recv", &dispatch_recv<Fabric>, "round"_a, "scales"_a, "topk_idx"_a, "topk_weights"_a,
              "tokens_per_expert"_a, "expert_offsets"_a)

@@ -35,6 +35,8 @@ class Kernels {
     }
     std::int64_t rows(const DispatchRound& round) const { return dispatch_.rows(round); }
     void dispatch_recv(DispatchRound& round, const DispatchOutput& out) { dispatch_.recv(round, out); }
+    // The round that waits for agreement has ended on another rank, so everyone has agreed.
+    void end_round() { agreement_.end(); }
     std::uint64_t received_x(const DispatchRound& round) const { return dispatch_.receive_area(round.slot).x(0); }
 
     CombineRound combine_send(const CombineInput& in, std::shared_ptr<State> state) {
