@@ -266,9 +266,14 @@ def test_spawn_does_not_wait_for_a_rank_that_never_returns(monkeypatch):
 
 
 def left_behind(marker: str) -> list[str]:
-    """Processes with ``marker`` in their command line, shared-memory files and HAL's sockets."""
+    """Processes with ``marker`` in their command line, shared-memory files, and HAL's sockets in this process: a socket
+    without a name in the file system lives only in processes, and other runs on this machine have theirs."""
     found = [str(p) for p in Path("/dev/shm").iterdir() if "hal" in p.name]
-    found += re.findall(r"@hal-\S+", Path("/proc/net/unix").read_text())
+    own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        *_, inode, name = line.rsplit(maxsplit=2)
+        if name.startswith("@hal-") and f"socket:[{inode}]" in own:
+            found.append(name)
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if marker.encode() in process.read_bytes() and int(process.parent.name) != os.getpid():
