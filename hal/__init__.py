@@ -22,7 +22,7 @@ _HOMES = {
     "hal.config": ("ExpertParallelSpec", "HalConfig", "TopologyConfig"),
     "hal.compose": ("load_config",),
     "hal.ordering": ("Order", "OrderingProfile", "QuietScope", "SignalOp"),
-    "hal.errors": ("BackendUnavailable", "CapacityError", "ContractError", "HalError", "PeerTimeout"),
+    "hal.errors": ("BackendUnavailable", "CapacityError", "ContractError", "HalError", "PeerTimeout", "RankMasked"),
     "hal.arrays": ("Buffer", "as_buffer", "to_kind"),
     "hal.versions": ("show_versions",),
 }
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from hal.errors import ContractError as ContractError
     from hal.errors import HalError as HalError
     from hal.errors import PeerTimeout as PeerTimeout
+    from hal.errors import RankMasked as RankMasked
     from hal.expert_parallel import Dispatched as Dispatched
     from hal.expert_parallel import Event as Event
     from hal.expert_parallel import ExpertParallel as ExpertParallel

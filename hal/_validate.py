@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hal.arrays import ITEMSIZE, Buffer, as_numpy, dtype_name
-from hal.config import QUANTISED_DTYPES, ExpertParallelSpec, combined_dtype
+from hal.config import PEER_LOSS, QUANTISED_DTYPES, ExpertParallelSpec, combined_dtype
 from hal.errors import CapacityError, ContractError
 
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
@@ -51,6 +51,7 @@ def complete_spec(spec: ExpertParallelSpec, world_size: int, timeout: float) -> 
         layout=_choice("layout", spec.layout, LAYOUTS),
         schedule=_choice("schedule", spec.schedule, SCHEDULES),
         completion=_choice("completion", spec.completion, COMPLETIONS),
+        on_peer_loss=_choice("on_peer_loss", spec.on_peer_loss, PEER_LOSS),
         timeout=float(timeout if spec.timeout is None else spec.timeout),
     )
     _check_experts(spec, world_size)

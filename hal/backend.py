@@ -109,7 +109,12 @@ class Backend(Protocol):
 
 
 class Session(Protocol):
-    """One rank's connection: symmetric memory, queues and the four ordering words. All offsets are bytes."""
+    """One rank's connection: symmetric memory, queues and the four ordering words. All offsets are bytes.
+
+    One whose engines can go on without a lost rank has ``why_not_mask``: empty, or why not these settings; and ``masking``,
+    True once such an engine was made: from then on a PeerTimeout leaves the communicator usable. Others need not know of
+    ``on_peer_loss``; it is refused for them.
+    """
 
     rank: int
     world_size: int
@@ -157,6 +162,8 @@ class Received:
     tokens_per_expert: Buffer
     expert_offsets: Buffer | None
     state: Any
+    masked_ranks: tuple[int, ...] = ()
+    """Ranks that the dispatch went without (docs/contract.md, section 6)."""
 
 
 class Engine(Protocol):
@@ -167,7 +174,10 @@ class Engine(Protocol):
 
     An engine that can do both halves in one go (one kernel on a device) may have ``dispatch`` and ``combine`` besides,
     which take what the halves take (``combine``: x, state, topk_weights, weighted, bias, stream) and give what the second
-    half gives; blocking calls then use them. One that combines faster from memory of its own choice may have
+    half gives; blocking calls then use them. One whose session has ``why_not_mask`` obeys ``spec.on_peer_loss``: with
+    ``mask`` no call ends by PeerTimeout for a rank that others can do without; the call is repeated among those that are
+    left, all of which see the same ranks masked in the same call, and ``masked_ranks`` says which in the last call that
+    ended (RankMasked on a rank that the others left out). One that combines faster from memory of its own choice may have
     ``expert_output`` (state, an array to allocate like, stream), which gives it as a buffer [N, hidden].
     """
 

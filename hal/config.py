@@ -13,6 +13,8 @@ from hal.errors import ContractError
 QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Rows of these are dispatched and never summed: they may carry scales, and they carry no gradient."""
 
+PEER_LOSS = ("error", "mask")
+
 
 def combined_dtype(dtype: str, combine_dtype: str | None) -> str:
     """Of combined rows: ``combine_dtype``, else the dispatched rows' own, or bfloat16 where these are quantised."""
@@ -115,6 +117,8 @@ class ExpertParallelSpec:
     """Receive slots (docs/contract.md, Lifetime)."""
     timeout: float | None = None
     """Seconds; None = the communicator's."""
+    on_peer_loss: str = "error"
+    """error: a lost rank ends every call with PeerTimeout. mask: the others go on without it (docs/contract.md, section 6)."""
 
     @property
     def combined_dtype(self) -> str:
@@ -226,9 +230,12 @@ class Settings:
     queues: int = 2
     signal_slots: int = 1024
     timeout: float = 30.0
+    on_peer_loss: str = "error"
+    """error or mask (docs/contract.md, section 6)."""
 
     def __post_init__(self) -> None:
         _one_of(self, "layout", ("rank", "expert"))
+        _one_of(self, "on_peer_loss", PEER_LOSS)
         _at_least(self, ranks=1, alignment=1, queues=1, signal_slots=1)
         _positive_timeout(self)
 
@@ -261,6 +268,7 @@ class Settings:
             schedule=self.schedule.name,
             completion=self.completion.name,
             num_buffers=self.schedule.num_buffers,
+            on_peer_loss=self.on_peer_loss,
         )
 
 

@@ -28,6 +28,20 @@ class CapacityError(HalError):
         super().__init__(f"{what}: needed {needed}, given {given}; {fix}")
 
 
+class RankMasked(HalError):
+    """The other ranks went on without this one (``on_peer_loss="mask"``): it did not answer in time, or was stopped.
+
+    What it wrote since then reached nobody. It can only close its communicator.
+    """
+
+    def __init__(self, rank: int, by: int) -> None:
+        self.rank, self.by = rank, by
+        super().__init__(
+            f"rank {rank} was masked by rank {by}: it did not answer within the time limit, and the other ranks go on "
+            f"without it; close this communicator, and raise `timeout` if rank {rank} was only slow"
+        )
+
+
 class PeerTimeout(HalError, TimeoutError):
     """A bounded wait ended: which rank was waited for, where, and what was seen instead.
 

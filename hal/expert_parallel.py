@@ -63,6 +63,8 @@ class Dispatched:
     expert_offsets: Any
     """[local experts + 1] int64, each group's aligned start; the last is N. None in layout rank."""
     handle: Handle
+    masked_ranks: tuple[int, ...] = ()
+    """Ranks that this dispatch went without (``on_peer_loss="mask"``), the same on all others; none of the rows is theirs."""
 
 
 class Pending:
@@ -135,6 +137,8 @@ class ExpertParallel:
         self.spec = _agree(bootstrap, spec, session.world_size, timeout)
         """The settings, with every default filled in."""
         self.rank, self.world_size = session.rank, session.world_size
+        if self.spec.on_peer_loss == "mask":
+            _require_masking(session)
         self._engine = session.expert_parallel(self.spec)
         self._device = self._engine.device
         self._worker: ThreadPoolExecutor | None = None
@@ -154,6 +158,11 @@ class ExpertParallel:
     def buffer_bytes(self) -> int:
         """Symmetric memory on each rank, in bytes; ``hal size`` explains it."""
         return self._engine.buffer_bytes
+
+    @property
+    def masked_ranks(self) -> tuple[int, ...]:
+        """The ranks, ascending, that the last call which ended went without; with ``on_peer_loss="error"`` always none."""
+        return getattr(self._engine, "masked_ranks", ())
 
     def dispatch(
         self,
@@ -428,6 +437,7 @@ class ExpertParallel:
             to_kind(got.tokens_per_expert, kind),
             None if got.expert_offsets is None else to_kind(got.expert_offsets, kind),
             Handle(self, got.state, tokens, got),
+            got.masked_ranks,
         )
 
     def _send_combine(self, call: _Call) -> Pending:
@@ -479,6 +489,15 @@ class ExpertParallel:
         if self._tail is not None:
             wait([self._tail])
             self._tail = None
+
+
+def _require_masking(session: Session) -> None:
+    reason = getattr(session, "why_not_mask", "its backend has no kernels for it")
+    if reason:
+        raise ContractError(
+            f"on_peer_loss='mask' cannot be had here: {reason}; use on_peer_loss='error', or backend='host' with "
+            "transport='shm'"
+        )
 
 
 def _agree(bootstrap: Bootstrap, spec: ExpertParallelSpec, world_size: int, timeout: float) -> ExpertParallelSpec:

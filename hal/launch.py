@@ -54,6 +54,7 @@ def run(
     nodes: int = 1,
     environment: Callable[[int], Mapping[str, str]] | None = None,
     timeout: float | None = None,
+    keep_going: bool = False,
     prefix: bool = True,
     output: IO[bytes] | None = None,
 ) -> int:
@@ -61,15 +62,16 @@ def run(
 
     ``environment(rank)`` is what a rank gets beside this process's variables. With ``prefix`` every line of output starts
     with ``[rank r]``. SIGINT and SIGTERM are forwarded. When one rank fails, the others get a grace to report it, then are
-    ended; none outlives this process, whatever way that ends. ``timeout`` (seconds) bounds the whole run. Returns 0, or the
-    first failure's exit status (128 + signal number; 124 at the time limit).
+    ended, or with ``keep_going`` run to their own end (``on_peer_loss="mask"``); none outlives this process, whatever way
+    that ends. ``timeout`` (seconds) bounds the whole run. Returns 0, or the first failure's exit status (128 + signal
+    number; 124 at the time limit).
     """
     check_layout(n, nodes)
     if not argv:
         raise ContractError("nothing to run: give a command")
     with _Ranks(output or sys.stdout.buffer) as ranks:
         ranks.start(n, list(argv), nodes, environment or (lambda rank: {}), prefix)
-        return ranks.wait(timeout)
+        return ranks.wait(timeout, keep_going)
 
 
 @dataclass
@@ -125,8 +127,8 @@ class _Ranks:
                 os.set_blocking(process.stdout.fileno(), False)
                 self._selector.register(process.stdout, selectors.EVENT_READ, _Stream(rank, process.stdout))
 
-    def wait(self, timeout: float | None) -> int:
-        """Until all ended, or one failed and the grace is over."""
+    def wait(self, timeout: float | None, keep_going: bool) -> int:
+        """Until all ended, or one failed and the grace is over (never with ``keep_going``)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         status, grace_ends = 0, None
         while True:
@@ -134,7 +136,7 @@ class _Ranks:
             codes = [process.poll() for process in self._processes]
             now = time.monotonic()
             if status == 0 and (failed := [code for code in codes if code]):
-                status, grace_ends = _status(failed[0]), now + GRACE_SECONDS
+                status, grace_ends = _status(failed[0]), None if keep_going else now + GRACE_SECONDS
             if all(code is not None for code in codes):
                 self._drain(0.2)
                 return status

@@ -7,7 +7,7 @@ the order of every sum and every rounding are as docs/contract.md says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,8 @@ class Routing:
     """[ranks]: (source rank, token, local expert; -1 in layout rank) -> row."""
     row_count: list[int] = field(default_factory=list)
     """[ranks]: N, padding included."""
+    masked: frozenset[int] = frozenset()
+    """Ranks that were lost: they have no tokens, and their experts are nobody's."""
 
     @property
     def ranks(self) -> int:
@@ -67,24 +69,38 @@ def dispatch(
     topk_weights: Sequence[NDArray[np.float32] | None] | None = None,
     scales: Sequence[NDArray[np.float32]] | None = None,
     handle: Routing | None = None,
+    masked: Collection[int] = (),
 ) -> tuple[list[Dispatched], Routing]:
     """Dispatch of all ranks: ``x[r]`` [T_r, H] to what each rank receives, and the handle.
 
-    With ``handle``, ``topk_idx`` is None and the routing is the handle's. Weights left out are ones.
+    With ``handle``, ``topk_idx`` is None and the routing is the handle's. Weights left out are ones. ``masked`` ranks are
+    lost: a token that names one of their experts names none there, and their own tokens do not exist. Their entries of
+    ``x`` and the others are not looked at, and what is given for them as a result is nobody's.
     """
     if (topk_idx is None) == (handle is None):
         raise ContractError("give topk_idx or handle, not both and not neither")
     idx = [np.asarray(i, np.int64) for i in topk_idx] if topk_idx is not None else handle.topk_idx  # type: ignore[union-attr]
+    idx = [_without(spec, masked, rank, idx) for rank in range(len(idx))]
     weights = [
         np.ones(i.shape, np.float32) if topk_weights is None or topk_weights[r] is None else np.asarray(topk_weights[r])
         for r, i in enumerate(idx)
     ]
-    routing = Routing(spec, idx, weights)
+    routing = Routing(spec, idx, weights, masked=frozenset(masked))
     for rank in range(routing.ranks):
         rows, count = _place_latency(routing, rank) if spec.schedule == "latency" else _place(routing, rank)
         routing.rows.append(rows)
         routing.row_count.append(count)
     return [_receive(routing, rank, x, scales) for rank in range(routing.ranks)], routing
+
+
+def _without(
+    spec: ExpertParallelSpec, masked: Collection[int], rank: int, topk_idx: Sequence[NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """A rank's expert ids once ``masked`` ranks are lost: none for a lost rank, -1 for an expert of one."""
+    if rank in masked:
+        return np.empty((0, spec.top_k), np.int64)
+    idx = topk_idx[rank]
+    return np.where(np.isin(idx // (spec.num_experts // len(topk_idx)), list(masked)), -1, idx)
 
 
 def _arrivals(routing: Routing, rank: int, group: int) -> list[list[int]]:
@@ -178,11 +194,14 @@ def combine(
     topk_weights: Sequence[NDArray[np.float32]] | None = None,
     bias: Sequence[Sequence[Array]] | None = None,
     topology: TopologyConfig | None = None,
+    masked: Collection[int] = (),
 ) -> list[Array] | tuple[list[Array], list[NDArray[np.float32]]]:
     """Combine of all ranks: the experts' rows ``x[r]`` [N_r, H] to each home's ``y`` [T_r, H].
 
     ``bias[r]`` are rank r's bias arrays. With ``topk_weights[r]`` (shape as dispatch gave them) these are carried home:
-    the result is ``(y, topk_weights [T_r, k])``. ``topology`` matters with schedule hierarchical only.
+    the result is ``(y, topk_weights [T_r, k])``. ``topology`` matters with schedule hierarchical only. ``masked`` ranks are
+    lost, since the handle's dispatch or before: their experts' rows are left out of every sum, and the weights that they
+    would carry home are 0. Nothing is put in their place. What is given for a lost rank as a result is nobody's.
     """
     if weighted and handle.spec.layout == "rank":
         raise ContractError("weighted=True needs layout 'expert': in layout 'rank' a row already sums several experts")
@@ -191,14 +210,15 @@ def combine(
     for home in range(handle.ranks):
         out = np.zeros((len(handle.topk_idx[home]), handle.spec.hidden), x[home].dtype)
         for token in range(len(out)):
-            acc = _sum_token(x, _terms(handle, home, token, weighted), home, handle.ranks, nodes)
+            terms = [term for term in _terms(handle, home, token, weighted) if term.owner not in masked]
+            acc = _sum_token(x, terms, home, handle.ranks, nodes)
             for array in bias[home] if bias is not None else ():
                 acc = acc + array[token].astype(np.float32)
             out[token] = acc.astype(out.dtype)
         y.append(out)
     if topk_weights is None:
         return y
-    return y, [_weights_home(handle, home, topk_weights) for home in range(handle.ranks)]
+    return y, [_weights_home(handle, home, topk_weights, masked) for home in range(handle.ranks)]
 
 
 def _terms(handle: Routing, home: int, token: int, weighted: bool) -> list[Term]:
@@ -239,12 +259,14 @@ def _sum_token(x: Sequence[Array], terms: Sequence[Term], home: int, ranks: int,
     return acc
 
 
-def _weights_home(handle: Routing, home: int, topk_weights: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+def _weights_home(
+    handle: Routing, home: int, topk_weights: Sequence[NDArray[np.float32]], masked: Collection[int]
+) -> NDArray[np.float32]:
     """Each top-k position's weight as its expert's rank gave it; 0 where there is no expert."""
     out = np.zeros(handle.topk_idx[home].shape, np.float32)
     for token, ids in enumerate(handle.topk_idx[home].tolist()):
         for j, expert in enumerate(ids):
-            if expert < 0:
+            if expert < 0 or handle.owner(expert) in masked:
                 continue
             owner = handle.owner(expert)
             if handle.spec.layout == "rank":

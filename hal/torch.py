@@ -59,6 +59,7 @@ def dispatch(
         out.tokens_per_expert,
         out.expert_offsets,
         _TrainingHandle(out.handle, weights),
+        out.masked_ranks,
     )
 
 

@@ -52,12 +52,14 @@ def patient_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_ranks(tmp_path: Path) -> Callable[..., Outcome]:
     """``run_ranks(n, script)`` runs a Python script as ``n`` processes, as ``hal run`` does."""
 
-    def run(n: int, script: str, *arguments: str, nodes: int = 1, timeout: float = 240.0) -> Outcome:
+    def run(
+        n: int, script: str, *arguments: str, nodes: int = 1, timeout: float = 240.0, keep_going: bool = False
+    ) -> Outcome:
         path = tmp_path / "script.py"
         path.write_text(script)
         output, start = io.BytesIO(), time.monotonic()
         argv = [sys.executable, str(path), *arguments]
-        status = launch.run(n, argv, nodes=nodes, timeout=timeout, output=output)
+        status = launch.run(n, argv, nodes=nodes, timeout=timeout, keep_going=keep_going, output=output)
         lines: dict[int, list[str]] = {}
         for rank, line in re.findall(r"^\[rank (\d+)\] (.*)$", output.getvalue().decode(), re.MULTILINE):
             lines.setdefault(int(rank), []).append(line)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 from hal_host import _engine
-from hal_host.engine import HostEngine, shape_of
+from hal_host.engine import HostEngine, buffer_bytes
+from hal_host.session import ranks_of
 
 from hal import reference
 from hal.arrays import as_buffer, to_kind
@@ -22,7 +23,10 @@ GUARD = 4096
 
 
 class Ranks:
-    """Engines of all ranks over one in-process world. ``lazy`` fabrics deliver as late and as shuffled as allowed."""
+    """Engines of all ranks over one in-process world. ``lazy`` fabrics deliver as late and as shuffled as allowed.
+
+    With ``members`` it is a view: the masked ranks have no engine (None).
+    """
 
     def __init__(
         self,
@@ -33,10 +37,14 @@ class Ranks:
         lazy: bool = True,
         queues: int = 2,
         timeout: float = 60.0,
+        members: _engine.Members | None = None,
+        without_masked: bool = True,
     ) -> None:
         self.spec, self.ranks, self.topology = spec, ranks, TopologyConfig(nodes)
-        shape = shape_of(spec, ranks, nodes)
-        self.nbytes = sum(size for _, size in _engine.buffer_parts(shape))
+        members = members or _engine.Members()
+        self.masked = ranks_of(members.lost)
+        self.present = [r for r in range(ranks) if r not in self.masked or not without_masked]
+        self.nbytes = buffer_bytes(spec, ranks, nodes, members)
         self.world = _engine.ThreadWorld(ranks, queues, self.nbytes + GUARD, timeout, lazy)
         self.fabrics = [_engine.ThreadFabric(self.world, r) for r in range(ranks)]
         self.windows = [
@@ -44,12 +52,14 @@ class Ranks:
         ]
         for window in self.windows:
             window[self.nbytes :] = 0xA5
-        self.engines = [HostEngine.over_fabric(f, spec, nodes, ranks) for f in self.fabrics]
+        self.engines: list[Any] = [None] * ranks
+        for r in self.present:
+            self.engines[r] = HostEngine.over_fabric(self.fabrics[r], spec, nodes, ranks, members)
         self._pool = ThreadPoolExecutor(ranks)
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
-        """``work(rank)`` on every rank at once; the first error is raised after all have ended."""
-        futures = [self._pool.submit(work, rank) for rank in range(self.ranks)]
+        """``work(rank)`` on every present rank at once; the first error is raised after all have ended."""
+        futures = [self._pool.submit(work, rank) for rank in self.present]
         for future in futures:
             future.exception()
         return [future.result() for future in futures]

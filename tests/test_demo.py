@@ -41,6 +41,22 @@ def test_the_demo_says_ok_over_the_licence() -> None:
     assert [row[:2] for row in rows_of(done.stdout)] == [["0", "256"], ["1", "256"], ["2", "256"]]
 
 
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+def test_the_demo_goes_on_when_a_rank_is_killed(layout: str) -> None:
+    done = demo("on_peer_loss=mask", "topology.nodes=2", "schedule=hierarchical", f"layout={layout}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 3 was killed between dispatch and combine of layer 1; the others went on" in done.stdout
+    assert "goes on without rank 3, which has ended (view 1)" in done.stdout + done.stderr
+    rows = [int(row[2]) for row in rows_of(done.stdout)]
+    assert rows[2] < 0.8 * rows[0], "a fourth of the tokens and of the experts are gone"
+
+
+def test_the_demo_kills_nobody_if_nobody_would_be_left() -> None:
+    done = demo("on_peer_loss=mask", "ranks=1")
+    assert done.returncode != 0
+    assert "give at least ranks=2" in done.stdout + done.stderr
+
+
 def test_the_demo_takes_a_text_and_fewer_tokens_than_ranks(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("three words here")
     done = demo("--text", str(tmp_path / "text"), "--layers", "1")

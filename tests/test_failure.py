@@ -154,8 +154,12 @@ def test_a_relay_that_closes_normally_passes_the_blame_on(run_ranks):
         "if rank == 2:\n    settled()\n    comm.close()\n    until('reported', 0, 1)\nelse:\n"
         "    report(comm.wait, 0, 1, source=rank + 1)\n    comm.close()\n"
     )
-    found = faults(run_ranks(3, f"{REPORT}\n{body}"), (0, 1))
+    outcome = run_ranks(3, f"{REPORT}\n{body}")
+    found = faults(outcome, (0, 1))
     assert {rank: fault for rank, (fault, *_) in found.items()} == {0: 2, 1: 2}
+    # Nobody was found out by the time limit, and rank 2 did leave: a stuck rank 2 would end in the same blame.
+    assert outcome.status == 0, outcome
+    assert all(seconds < AT_ONCE and text == "closed its communicator" for *_, seconds, text in found.values()), outcome
 
 
 def test_waits_in_a_ring_say_so(run_ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ def shape_of(spec: ExpertParallelSpec, ranks: int, nodes: int) -> _engine.EpShap
     shape.ranks, shape.nodes = ranks, nodes
     for name in ("num_experts", "top_k", "max_tokens", "alignment", "num_buffers", "scale_dim"):
         setattr(shape, name, getattr(spec, name))
+    shape.agreed = spec.on_peer_loss == "mask"
     shape.row_bytes = spec.hidden * ITEMSIZE[spec.dtype]
     shape.combine_row_bytes = spec.hidden * ITEMSIZE[spec.combined_dtype]
     for name in ("layout", "schedule", "completion"):
@@ -43,6 +44,12 @@ def shape_of(spec: ExpertParallelSpec, ranks: int, nodes: int) -> _engine.EpShap
             f"which is not a multiple of alignment {spec.alignment}: choose max_tokens so that it is"
         )
     return shape
+
+
+def buffer_bytes(spec: ExpertParallelSpec, ranks: int, nodes: int, members: _engine.Members) -> int:
+    """Of the window of one view."""
+    shape = _engine.shape_in_view(shape_of(spec, ranks, nodes), members)
+    return sum(size for _, size in _engine.buffer_parts(shape))
 
 
 class Lease:
@@ -75,6 +82,16 @@ class _Combine:
         self.round, self.source, self.weights = round_, source, weights
 
 
+class _Planes(NamedTuple):
+    """What a dispatch gives beside its rows, in the order of :class:`hal.backend.Received`."""
+
+    scales: Buffer | None
+    topk_idx: Buffer
+    topk_weights: Buffer
+    tokens_per_expert: Buffer
+    expert_offsets: Buffer | None
+
+
 class HostEngine:
     """The host's :class:`hal.backend.Engine`."""
 
@@ -83,26 +100,30 @@ class HostEngine:
     def __init__(self, session: HostSession, spec: ExpertParallelSpec) -> None:
         """Collective: the window is allocated on every rank."""
         nodes = session.config.topology.nodes
-        shape = shape_of(spec, session.world_size, nodes)
-        self.buffer_bytes = sum(size for _, size in _engine.buffer_parts(shape))
+        everyone = _engine.Members()
+        self.buffer_bytes = buffer_bytes(spec, session.world_size, nodes, everyone)
         self._session = session
         self._window: int | None = session.allocate(self.buffer_bytes)
-        self._start(session.fabric(self._window, spec.timeout), spec, shape)
+        fabric = session.fabric(self._window, spec.timeout)
+        self._start(fabric, spec, shape_of(spec, session.world_size, nodes), everyone)
 
     @classmethod
-    def over_fabric(cls, fabric: Any, spec: ExpertParallelSpec, nodes: int, ranks: int) -> HostEngine:
+    def over_fabric(
+        cls, fabric: Any, spec: ExpertParallelSpec, nodes: int, ranks: int, members: _engine.Members | None = None
+    ) -> HostEngine:
         """An engine over a fabric whose window is large enough and zeroed; the caller owns the window."""
         self = cls.__new__(cls)
-        shape = shape_of(spec, ranks, nodes)
-        self.buffer_bytes = sum(size for _, size in _engine.buffer_parts(shape))
+        members = members or _engine.Members()
+        self.buffer_bytes = buffer_bytes(spec, ranks, nodes, members)
         self._window = None
-        self._start(fabric, spec, shape)
+        self._start(fabric, spec, shape_of(spec, ranks, nodes), members)
         return self
 
-    def _start(self, fabric: Any, spec: ExpertParallelSpec, shape: Any) -> None:
+    def _start(self, fabric: Any, spec: ExpertParallelSpec, shape: Any, members: _engine.Members) -> None:
         self.spec = spec
         self._fabric = fabric
-        self._kernels = _KERNELS[type(fabric)](fabric, shape, _engine.Element.__members__[spec.combined_dtype])
+        element = _engine.Element.__members__[spec.combined_dtype]
+        self._kernels = _KERNELS[type(fabric)](fabric, shape, element, members)
         self._base = _engine.window_address(fabric)
         self._local_experts = spec.num_experts // shape.ranks
         self._free = list(range(spec.num_buffers - 1, -1, -1))
@@ -130,7 +151,7 @@ class HostEngine:
                 "receive an earlier dispatch first, or raise num_buffers",
             )
         lease = Lease(self._free, self._fabric)
-        source = _copy(x) if self._copies_sources else x
+        source = copy_of(x) if self._copies_sources else x
         try:
             round_ = self._kernels.dispatch_send(
                 lease.slot,
@@ -149,13 +170,25 @@ class HostEngine:
         return _Dispatch(lease, round_, source)
 
     def dispatch_recv(self, pending: _Dispatch, stream: int | None) -> Received:
-        self._in_flight -= 1
+        planes = self._planes(pending)
+        self._receive_dispatch(pending, planes)
+        return self._hand_out(pending, planes)
+
+    def _planes(self, pending: _Dispatch) -> _Planes:
+        """Room for what a dispatch gives beside its rows."""
         spec, rows = self.spec, self._kernels.rows(pending.round)
         per_row = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
-        scales = _empty((rows, spec.scale_dim), "float32") if spec.scale_dim else None
-        topk_idx, topk_weights = _empty(per_row, "int32"), _empty(per_row, "float32")
-        counts = _empty((self._local_experts,), "int32")
-        offsets = _empty((self._local_experts + 1,), "int64") if spec.layout == "expert" else None
+        return _Planes(
+            _empty((rows, spec.scale_dim), "float32") if spec.scale_dim else None,
+            _empty(per_row, "int32"),
+            _empty(per_row, "float32"),
+            _empty((self._local_experts,), "int32"),
+            _empty((self._local_experts + 1,), "int64") if spec.layout == "expert" else None,
+        )
+
+    def _receive_dispatch(self, pending: _Dispatch, planes: _Planes) -> None:
+        self._in_flight -= 1
+        scales, topk_idx, topk_weights, counts, offsets = planes
         self._kernels.dispatch_recv(
             pending.round,
             scales.ptr if scales else 0,
@@ -164,8 +197,9 @@ class HostEngine:
             counts.ptr,
             offsets.ptr if offsets else 0,
         )
-        x = self._received_x(pending, rows)
-        return Received(x, scales, topk_idx, topk_weights, counts, offsets, pending.round.state)
+
+    def _hand_out(self, pending: _Dispatch, planes: _Planes) -> Received:
+        return Received(self._received_x(pending, planes.topk_idx.shape[0]), *planes, pending.round.state)
 
     def _received_x(self, pending: _Dispatch, rows: int) -> Buffer:
         """A view that holds the lease, or a copy if too few slots would be left for dispatches still to come."""
@@ -173,7 +207,7 @@ class HostEngine:
         ptr = self._base + self._kernels.received_x(pending.round)
         view = Buffer(ptr, (rows, spec.hidden), spec.dtype, "cpu", pending.lease)
         if len(self._free) < self._flight_limit - self._in_flight:
-            view = _copy(view)
+            view = copy_of(view)
         del pending.lease
         return view
 
@@ -182,7 +216,7 @@ class HostEngine:
     ) -> _Combine:
         source, weights = x, topk_weights
         if self._copies_sources:
-            source, weights = _copy(x), _copy(topk_weights) if topk_weights else None
+            source, weights = copy_of(x), copy_of(topk_weights) if topk_weights else None
         return self._combine_send(source, state, weights, weighted, kept=False)
 
     def combine(
@@ -210,12 +244,19 @@ class HostEngine:
     def combine_recv(
         self, pending: _Combine, bias: Sequence[Buffer], stream: int | None
     ) -> tuple[Buffer, Buffer | None]:
+        y, weights = self._sums(pending)
+        self._receive_combine(pending, bias, y, weights)
+        return y, weights
+
+    def _sums(self, pending: _Combine) -> tuple[Buffer, Buffer | None]:
+        """Room for what a combine gives."""
         spec, tokens = self.spec, pending.round.state.tokens
         y = _empty((tokens, spec.hidden), spec.combined_dtype)
-        weights = _empty((tokens, spec.top_k), "float32") if pending.weights else None
+        return y, _empty((tokens, spec.top_k), "float32") if pending.weights else None
+
+    def _receive_combine(self, pending: _Combine, bias: Sequence[Buffer], y: Buffer, weights: Buffer | None) -> None:
         first, second = (*(b.ptr for b in bias), 0, 0)[:2]
         self._kernels.combine_recv(pending.round, first, second, y.ptr, weights.ptr if weights else 0)
-        return y, weights
 
     def close(self) -> None:
         """Views stay valid: a lease keeps the window mapped."""
@@ -229,7 +270,7 @@ def _empty(shape: tuple[int, ...], dtype: str) -> Buffer:
     return Buffer(array.__array_interface__["data"][0], shape, dtype, "cpu", array)
 
 
-def _copy(buffer: Buffer) -> Buffer:
+def copy_of(buffer: Buffer) -> Buffer:
     """A private copy of a buffer's bytes."""
     copy = _empty(buffer.shape, buffer.dtype)
     if buffer.nbytes:

@@ -11,11 +11,11 @@ import numpy as np
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
 from hal.config import ExpertParallelSpec, HalConfig
-from hal.errors import HalError
+from hal.errors import HalError, PeerTimeout
 from hal.ordering import Order, QuietScope, SignalOp
 from hal.registry import get_transport
 from hal.sizing import Part, window_parts
-from hal_host._engine import AnyFabric, ShmFabric, ShmTransport, buffer_parts, memory
+from hal_host._engine import AnyFabric, Members, ShmFabric, ShmTransport, buffer_parts, memory, most_maskable_ranks
 
 if TYPE_CHECKING:
     from hal.backend import Engine
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 64
 """One cache line for each slot, since slots of different publishers must not share one."""
+
+
+def ranks_of(lost: int) -> tuple[int, ...]:
+    """The ranks of a bit mask, ascending."""
+    return tuple(rank for rank in range(lost.bit_length()) if lost >> rank & 1)
 
 
 class HostBackend:
@@ -57,6 +62,7 @@ class HostSession:
         self.profile: OrderingProfile = transport.profile
         self._slots = transport.allocate((config.signal_slots + self.world_size) * SLOT_BYTES)
         self._barriers = [0] * self.world_size
+        self.masking = False
 
     def allocate(self, nbytes: int) -> int:
         self._require_usable()
@@ -69,13 +75,16 @@ class HostSession:
     def free(self, window: int) -> None:
         self.transport.free(window)
 
-    def fabric(self, window: int, timeout: float | None = None) -> ShmFabric | AnyFabric:
-        """What compiled kernels run on: inlined shared memory, or calls to any other transport."""
+    def fabric(
+        self, window: int, timeout: float | None = None, members: Members | None = None
+    ) -> ShmFabric | AnyFabric:
+        """What compiled kernels run on: inlined shared memory, or calls to any other transport. With ``members`` (shared
+        memory only) a wait that fails leaves this communicator usable."""
         self._require_usable()
         seconds = self.config.timeout if timeout is None else timeout
         transport: Any = self.transport
         if isinstance(transport, ShmTransport):
-            return ShmFabric(transport, window, seconds)
+            return ShmFabric(transport, window, seconds, members)
         return AnyFabric(transport, window, seconds)
 
     def put(self, window: int, dst_offset: int, src: Buffer, peer: int, queue: int, order: Order) -> None:
@@ -115,13 +124,46 @@ class HostSession:
         for peer in others:
             self._barriers[peer] += 1
             slot = (first + peer) * SLOT_BYTES
+            self._meet(peer, slot, timeout)
+
+    def _meet(self, peer: int, slot: int, timeout: float) -> None:
+        """One member of a barrier has arrived; with masking, or is lost."""
+        if not self.masking:
             self.transport.wait(self._slots, slot, self._barriers[peer], peer, 0, "barrier", timeout)
+            return
+        transport: Any = self.transport
+        while not (members := transport.newest_view()).lost >> peer & 1:
+            try:
+                transport.wait(self._slots, slot, self._barriers[peer], peer, 0, "barrier", timeout)
+                return
+            except PeerTimeout as error:
+                if transport.leave_out(members.view, error.rank).view == members.view:
+                    raise
+
+    @property
+    def why_not_mask(self) -> str:
+        """Why ``on_peer_loss="mask"`` cannot be had here; empty if it can."""
+        if not isinstance(self.transport, ShmTransport):
+            return f"transport {self.config.transport!r} cannot give a rank new memory that a lost rank does not reach"
+        if self.world_size > most_maskable_ranks():
+            return (
+                f"the host backend masks among at most {most_maskable_ranks()} ranks, and there are {self.world_size}"
+            )
+        return ""
 
     def expert_parallel(self, spec: ExpertParallelSpec) -> Engine:
         self._require_usable()
-        from hal_host.engine import HostEngine
+        engine: Engine
+        if spec.on_peer_loss == "mask":
+            from hal_host.masking import MaskingEngine
 
-        engine: Engine = HostEngine(self, spec)
+            self.masking = True
+            self.transport.mask_lost_ranks()  # type: ignore[attr-defined]  # hal/expert_parallel.py asked why_not_mask
+            engine = MaskingEngine(self, spec)
+        else:
+            from hal_host.engine import HostEngine
+
+            engine = HostEngine(self, spec)
         return engine
 
     def abort(self, reason: str) -> None:

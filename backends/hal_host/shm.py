@@ -7,15 +7,15 @@ What runs for each message is C++ (kernels_host/transport/shm_fabric.hpp).
 from __future__ import annotations
 
 import os
-import socket
-from contextlib import suppress
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hal.bootstrap import Bootstrap
 from hal.config import HalConfig
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
-from hal_host._engine import ShmSegment, ShmTransport
+from hal_host._engine import Members, ShmSegment, ShmTransport
 from hal_host.mesh import close_all, connect_mesh
+from hal_host.passing import Passing
 
 if TYPE_CHECKING:
     from hal.ordering import OrderingProfile
@@ -31,6 +31,11 @@ class Shm(ShmTransport):
         """Collective."""
         self._bootstrap = bootstrap
         self._links = connect_mesh(bootstrap)
+        for link in self._links:
+            if link is not None:
+                link.setblocking(False)
+        self._passing = Passing(self._links)
+        self._windows = 0
         fds = [-1 if link is None else link.fileno() for link in self._links]
         super().__init__(bootstrap.rank, bootstrap.world_size, config.queues, fds)
         self.allocate(CONTROL_BYTES)
@@ -43,18 +48,91 @@ class Shm(ShmTransport):
 
     def allocate(self, nbytes: int) -> int:
         """Collective. ContractError if sizes differ between ranks, CapacityError if this machine has not the memory."""
-        fd, trouble = self._create(nbytes)
+        fd, trouble = self._create(nbytes, self.world_size)
+        name = self._windows, 0
+        self._windows += 1
         try:
             offers = self._bootstrap.all_gather([nbytes, trouble], "window")
             self._check_offers(nbytes, offers)
-            fds = self._exchange(fd)
-            try:
-                return int(self.map([fd if p == self.rank else fds[p] for p in range(self.world_size)], nbytes))
-            finally:
-                for received in fds.values():
-                    os.close(received)
+            for peer in self._others(Members()):
+                self._passing.send(peer, name, fd)
+            timeout = self._bootstrap.timeout
+            fds, _ = self._take_all(Members(), lambda peer: self._passing.take(peer, name, timeout))
+            return self._map(fds, fd, nbytes)
         finally:
             if fd >= 0:
+                os.close(fd)
+
+    def renew(self, window: int, members: Members, nbytes: int, ended: int, timeout: float) -> tuple[int, int]:
+        """Collective among those that are left: new memory in place of ``window`` (the number of the first view's, the same
+        on all ranks), which no lost rank can reach, however late it writes. Returns it, and the largest ``ended`` of all.
+
+        Raises PeerTimeout if one of them is lost meanwhile or a later view was decided, RankMasked if that is without
+        this rank, CapacityError if this machine has not the memory.
+        """
+        name = window, members.view
+        others = self._others(members)
+        fd, trouble = self._create(nbytes, len(others) + 1)
+        if trouble is not None:
+            raise self._refused(self.rank, trouble)
+        try:
+            self._passing.forget(*name)
+            for peer in others:
+                self._passing.send(peer, name, fd, ended)
+            fds, values = self._take_all(members, lambda peer: self._await_renewal(peer, name, members, timeout))
+            return self._map(fds, fd, nbytes), max(ended, *values.values()) if values else ended
+        finally:
+            os.close(fd)
+
+    def _await_renewal(self, peer: int, name: tuple[int, int], members: Members, timeout: float) -> tuple[int, int]:
+        stage = "agreement after a lost rank"
+
+        def look() -> None:
+            later = self.newest_view()
+            if later.view > members.view:
+                self.leave_out(members.view, -1)  # raises if it is without this rank
+                rank = ((later.lost & ~members.lost) & -(later.lost & ~members.lost)).bit_length() - 1
+                raise PeerTimeout(rank, stage, reason="the others go on without it")
+            if fault := self.find_fault(peer, members):
+                raise PeerTimeout(fault[0], stage, reason=fault[1])
+
+        self.announce(peer, stage)
+        try:
+            return self._passing.take(peer, name, timeout, look)
+        except PeerTimeout as error:
+            if error.reason != "no answer":
+                raise
+            root, reason = self.root_of_stall(peer)
+            if root == self.rank or members.lost >> root & 1:
+                root, reason = peer, error.reason
+            raise PeerTimeout(root, stage, expected=1, seconds=error.seconds, reason=reason) from None
+        finally:
+            self.announce_nothing()
+
+    def _others(self, members: Members) -> list[int]:
+        return [p for p in range(self.world_size) if p != self.rank and not members.lost >> p & 1]
+
+    def _take_all(
+        self, members: Members, take: Callable[[int], tuple[int, int]]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Every other member's descriptor and number, or none left open."""
+        fds: dict[int, int] = {}
+        values: dict[int, int] = {}
+        try:
+            for peer in self._others(members):
+                fds[peer], values[peer] = take(peer)
+        except BaseException:
+            for fd in fds.values():
+                os.close(fd)
+            raise
+        return fds, values
+
+    def _map(self, fds: dict[int, int], own: int, nbytes: int) -> int:
+        """The window of these segments; a lost rank has none."""
+        try:
+            return int(self.map([own if p == self.rank else fds.get(p, -1) for p in range(self.world_size)], nbytes))
+        finally:
+            for fd in fds.values():
                 os.close(fd)
 
     def memory(self, window: int) -> ShmSegment:
@@ -72,11 +150,12 @@ class Shm(ShmTransport):
         if not self.failed:
             self.publish_closed()
         self.set_failed()
+        self._passing.close()
         close_all(self._links)
 
-    def _create(self, nbytes: int) -> tuple[int, list[Any] | None]:
-        """A segment's descriptor, or why there is none."""
-        needed, available = nbytes * self.world_size, _available_memory()
+    def _create(self, nbytes: int, ranks: int) -> tuple[int, list[Any] | None]:
+        """A segment's descriptor, or why there is none. All of ``ranks`` ranks make one."""
+        needed, available = nbytes * ranks, _available_memory()
         if needed > available:
             return -1, ["capacity", needed, available]
         try:
@@ -90,40 +169,14 @@ class Shm(ShmTransport):
             listed = ", ".join(f"rank {r}: {size}" for r, size in enumerate(sizes))
             raise ContractError(f"a window has the same size on every rank, not {listed} bytes")
         for rank, (_, trouble) in enumerate(offers):
-            if trouble and trouble[0] == "capacity":
-                what = f"symmetric memory for {self.world_size} ranks (bytes)"
-                raise CapacityError(what, trouble[1], trouble[2], "use smaller windows or fewer ranks on this machine")
             if trouble:
-                raise HalError(f"rank {rank} could not make a window: {trouble[1]}")
+                raise self._refused(rank, trouble)
 
-    def _exchange(self, fd: int) -> dict[int, int]:
-        """Send this rank's descriptor to every peer and take theirs."""
-        received: dict[int, int] = {}
-        try:
-            for link in self._links:
-                if link is not None:
-                    link.settimeout(self._bootstrap.timeout)
-                    with suppress(OSError):  # a lost peer is reported by the read below
-                        socket.send_fds(link, [b"w"], [fd])
-            for peer, link in enumerate(self._links):
-                if link is not None:
-                    received[peer] = self._take(link, peer)
-        except BaseException:
-            for other in received.values():
-                os.close(other)
-            raise
-        return received
-
-    def _take(self, link: socket.socket, peer: int) -> int:
-        try:
-            data, fds, _, _ = socket.recv_fds(link, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except OSError as error:
-            data, fds, reason = b"", [], str(error)
-        else:
-            reason = "its process died"
-        if not data or len(fds) != 1:
-            raise PeerTimeout(peer, "window", expected=1, seen=0, seconds=self._bootstrap.timeout, reason=reason)
-        return fds[0]
+    def _refused(self, rank: int, trouble: list[Any]) -> HalError:
+        if trouble[0] == "capacity":
+            what = f"symmetric memory for {self.world_size} ranks (bytes)"
+            return CapacityError(what, trouble[1], trouble[2], "use smaller windows or fewer ranks on this machine")
+        return HalError(f"rank {rank} could not make a window: {trouble[1]}")
 
 
 def _available_memory() -> int:

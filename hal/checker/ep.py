@@ -43,6 +43,8 @@ class Scenario:
     """Puts are delivered in pieces of at most this many bytes, in any order; 0 = whole."""
     spread: int = 3
     """Distance between a token's experts."""
+    on_peer_loss: str = "error"
+    """mask: rounds end by agreement (hal/checker/masking.py has ranks that are lost)."""
 
     @property
     def spec(self) -> ExpertParallelSpec:
@@ -59,6 +61,7 @@ class Scenario:
             alignment=2 if aligned else 1,
             schedule=self.schedule,
             completion=self.completion,
+            on_peer_loss=self.on_peer_loss,
         )
 
     def topk_idx(self, rank: int) -> list[int]:
@@ -81,6 +84,7 @@ class Scenario:
         parts += [f"{self.in_flight} dispatches in flight"] if self.in_flight > 1 else []
         parts += [f"{self.combines} combines each"] if self.combines > 1 else []
         parts += ["halves overlapped"] if self.halves else []
+        parts += ["lost ranks masked"] if self.on_peer_loss == "mask" else []
         parts += ["handle reused"] if self.reuse_handle else []
         parts += ["weights carried back"] if self.weights_back else []
         parts += [f"pieces of {self.piece_bytes} B"] if self.piece_bytes else []
@@ -265,6 +269,7 @@ def small(schedule: str, completion: str, layout: str = "rank") -> Iterator[Scen
     yield replace(base, rounds=4, in_flight=2, weights_back=True)
     yield replace(base, rounds=2, reuse_handle=True, combines=2)
     yield replace(base, rounds=1, combines=4, halves=True)
+    yield replace(base, rounds=3, on_peer_loss="mask")
     if schedule != "hierarchical":
         yield replace(base, ranks=2, tokens=(6, 3), rounds=3, combines=2)
 

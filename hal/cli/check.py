@@ -6,6 +6,7 @@ hal check ep --schedule direct --completion strong_last --profile udma
 hal check ep --search races --ranks 64 --tokens 256 --profile udma
 hal check ep --search random --ranks 16 --tokens 8 --runs 200 --seed 7
 hal check ep --faults --profile udma
+hal check ep --losses --profile udma
 hal check ep --schedule direct --completion strong_signal --break signal:strong:last=weaken --svg broken.svg
 hal check ep --replay 'hold 0.7w' --schedule direct --completion strong_signal --profile udma
 hal check mutation --out docs/mutation.md
@@ -44,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delays", type=int, default=1, help="delays: how many entities are held back at once")
     parser.add_argument("--max-seconds", type=float, default=30.0, help="bound of each search")
     parser.add_argument("--max-memory", type=float, default=2.0, help="GiB that one search may keep before it stops")
+    parser.add_argument(
+        "--losses",
+        action="store_true",
+        help="on_peer_loss=mask: ranks that stop at every step, for good or for a while",
+    )
     parser.add_argument("--faults", action="store_true", help="lost and late operations, stopped ranks, tiny rings")
     parser.add_argument(
         "--break", dest="mutant", help="PRIMITIVE[:ORDER]:N=CHANGE, for example signal:strong:last=weaken"
@@ -65,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return _mutation(args)
     if args.faults:
         return _faults(args)
+    if args.losses:
+        return _losses(args)
     if args.mutant or args.replay:
         return _one(args)
     return _verdicts(args)
@@ -74,7 +82,9 @@ def _chosen(args: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
     from hal.checker import ep
     from hal.ordering import PROFILES, profile
 
-    if not args.all and not (args.schedule or args.completion or args.profile or args.ranks or args.faults):
+    if not args.all and not (
+        args.schedule or args.completion or args.profile or args.ranks or args.faults or args.losses
+    ):
         raise ContractError("say what to check: --all, or --schedule, --completion, --profile")
     profiles = [profile(name).name for name in args.profile or PROFILES]
     schedules, completions = list(args.schedule or ep.SCHEDULES), list(args.completion or ep.COMPLETIONS)
@@ -249,6 +259,29 @@ def _faults(args: argparse.Namespace) -> int:
                     print(v.line())
             print(f"{schedule}/{completion:<21} {name:<10} " + ", ".join(f"{k}: {n}" for k, n in seen.items()))
     print(f"# {total} faults, {wrong} ended wrongly, {time.monotonic() - started:.1f} s")
+    return 1 if wrong else 0
+
+
+def _losses(args: argparse.Namespace) -> int:
+    from hal.checker import ep, masking
+
+    schedules, completions, profiles = _chosen(args)
+    wrong = total = 0
+    started = time.monotonic()
+    progress = _Progress()
+    for schedule, completion in ep.protocols(schedules, completions):
+        for scenario in masking.scenarios(schedule, completion, args.layout or ep.LAYOUTS):
+            for name in profiles:
+                progress.at(f"{name} {scenario.describe()}")
+                bad = runs = 0
+                for v in masking.check(scenario, name):
+                    runs += 1
+                    bad += not v.right
+                    if args.verbose or not v.right:
+                        print(v.line())
+                print(f"{name:<10} {scenario.describe()}: {runs} runs, {bad} ended wrongly")
+                total, wrong = total + runs, wrong + bad
+    print(f"# {total} runs, {wrong} ended wrongly, {time.monotonic() - started:.1f} s")
     return 1 if wrong else 0
 
 

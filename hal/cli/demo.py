@@ -9,6 +9,7 @@ bit for bit, and lie as close to the plain float64 sum as the roundings in betwe
   hal demo --text README.md --hosts 2 -n 4 schedule=hierarchical
   hal demo layout=expert workload=v3_decode ranks=2
   hal demo --routing saved.npz workload.num_experts=64
+  hal demo on_peer_loss=mask                          the last rank is killed half-way; the others go on without it
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     hosts = arranged(settings)
     print("\n".join([_headline(source, settings, job), *hosts.describe()]), flush=True)
     started = time.perf_counter()
-    ranks: list[list[LayerResult]] = run_ranks(settings, "hal.demo.rank:run_rank", job, hosts)
+    ranks: list[list[LayerResult] | None] = run_ranks(settings, "hal.demo.rank:run_rank", job, hosts)
     elapsed = time.perf_counter() - started
     rows, wrong = _judge(settings, job, words, ranks)
     print(report.table(_HEADER, rows, left=0))
@@ -77,8 +79,20 @@ def run(args: argparse.Namespace) -> int:
     if wrong:
         print("\n".join([*wrong, "NOT OK: the ranks and the one-process result differ"]))
         return 1
+    if job.killed:
+        rank, layer = job.killed
+        print(f"rank {rank} was killed between dispatch and combine of layer {layer}; the others went on without it")
     print(f"OK: {len(rows)} layers, {len(job.ids)} tokens, {settings.ranks} ranks, {elapsed:.1f} s with start-up")
     return 0
+
+
+def _killed(settings: Settings, layers: int) -> tuple[int, int] | None:
+    """Whom the demo kills, and in which layer."""
+    if settings.on_peer_loss == "error":
+        return None
+    if settings.ranks < 2:
+        raise ContractError("on_peer_loss=mask shows how ranks go on without one, so give at least ranks=2")
+    return settings.ranks - 1, layers // 2
 
 
 def _prepare(args: argparse.Namespace, settings: Settings) -> tuple[str, list[str], Settings, Job]:
@@ -103,7 +117,7 @@ def _prepare(args: argparse.Namespace, settings: Settings) -> tuple[str, list[st
         source,
         words[:limit],
         settings,
-        Job(Model(work, args.layers), ids[:limit], routing, progress=sys.stderr.isatty()),
+        Job(Model(work, args.layers), ids[:limit], routing, sys.stderr.isatty(), _killed(settings, args.layers)),
     )
 
 
@@ -118,18 +132,22 @@ def _headline(source: str, settings: Settings, job: Job) -> str:
 
 
 def _judge(
-    settings: Settings, job: Job, words: Sequence[str], ranks: Sequence[Sequence[LayerResult]]
+    settings: Settings, job: Job, words: Sequence[str], ranks: Sequence[Sequence[LayerResult] | None]
 ) -> tuple[list[tuple[object, ...]], list[str]]:
-    """A table row for each layer, and what is wrong."""
+    """A table row for each layer, and what is wrong. A killed rank has no results, and nothing is said of its tokens."""
     rows, wrong = [], []
     for layer, dense in enumerate(run_dense(settings, job)):
-        results = [rank[layer] for rank in ranks]
-        found = differences(layer, [item.y for item in results], dense, words)
+        results = {rank: done[layer] for rank, done in enumerate(ranks) if done is not None}
+        parts = [
+            results[rank].y if rank in results else part
+            for rank, part in enumerate(np.array_split(dense.bits, settings.ranks))
+        ]
+        found = differences(layer, parts, dense, words)
         sent = row_matrix(
             np.array_split(dense.topk_idx, settings.ranks), settings.workload.num_experts, settings.layout
         )
         found += _count_differences(layer, settings, results, sent, dense)
-        rows.append(_row(layer, settings, results, sent, dense, found))
+        rows.append(_row(layer, settings, list(results.values()), parts, sent, dense, found))
         wrong += found
     return rows, wrong
 
@@ -138,6 +156,7 @@ def _row(
     layer: int,
     settings: Settings,
     results: Sequence[LayerResult],
+    parts: Sequence[NDArray[Any]],
     sent: NDArray[np.int64],
     dense: DenseLayer,
     found: Sequence[str],
@@ -165,18 +184,18 @@ def _row(
         _skew(received),
         _skew(assigned),
         "differ" if found else "equal",
-        f"{worst_share_of_bound([item.y for item in results], dense):.2f}",
+        f"{worst_share_of_bound(parts, dense):.2f}",
     )
 
 
 def _count_differences(
-    layer: int, settings: Settings, results: Sequence[LayerResult], sent: NDArray[np.int64], dense: DenseLayer
+    layer: int, settings: Settings, results: Mapping[int, LayerResult], sent: NDArray[np.int64], dense: DenseLayer
 ) -> list[str]:
     """Received rows and counts for each expert against the routing."""
     found = []
     local = settings.workload.num_experts // settings.ranks
     assigned = np.bincount(dense.topk_idx[dense.topk_idx >= 0], minlength=settings.workload.num_experts)
-    for rank, item in enumerate(results):
+    for rank, item in results.items():
         if item.rows != sent[:, rank].sum():
             found.append(f"layer {layer}, rank {rank}: received {item.rows} rows, expected {sent[:, rank].sum()}")
         expected = assigned[rank * local : (rank + 1) * local]

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pickle
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +28,8 @@ def run_ranks(settings: Settings, function: str, payload: object, hosts: Hosts |
     """``function`` (``module:name``) as ``name(comm, settings, payload)`` on ``settings.ranks`` ranks; results by rank.
     ``hosts``: their layout, when the caller has shown it already.
 
-    Raises ContractError when a rank refused what the user asked for, HalError when one failed otherwise.
+    With ``on_peer_loss=mask`` a rank that was killed has None. Raises ContractError when a rank refused what the user
+    asked for, HalError when one failed otherwise.
     """
     from hal.launch import run as launch
 
@@ -36,9 +38,12 @@ def run_ranks(settings: Settings, function: str, payload: object, hosts: Hosts |
         folder = Path(name)
         (folder / _WORK).write_bytes(pickle.dumps((settings, function, payload)))
         argv = [sys.executable, "-m", "hal.cli.ranks", name]
-        status = launch(hosts.ranks, argv, nodes=hosts.hosts, environment=hosts.environment)
-        _raise_failure(folder, status)
-        return [pickle.loads((folder / f"result-{rank}.pkl").read_bytes()) for rank in range(settings.ranks)]
+        goes_on = settings.on_peer_loss == "mask"
+        status = launch(hosts.ranks, argv, nodes=hosts.hosts, environment=hosts.environment, keep_going=goes_on)
+        results = [folder / f"result-{rank}.pkl" for rank in range(settings.ranks)]
+        killed = goes_on and status == 128 + signal.SIGKILL and any(path.exists() for path in results)
+        _raise_failure(folder, 0 if killed else status)
+        return [pickle.loads(path.read_bytes()) if path.exists() or not killed else None for path in results]
 
 
 def _raise_failure(folder: Path, status: int) -> None:

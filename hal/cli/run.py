@@ -2,9 +2,10 @@
 """Start N ranks of a program on this machine: hal run -n 4 [--hosts 2] [--backend cuda] script.py arguments…
 
 Each rank is a process with the variables that hal.connect() reads. A word that ends in .py runs under this Python;
-anything else is run as a program. The exit status is that of the first rank that failed. --backend is what
-hal.connect() uses when the program names none; with --hosts it also prepares what that backend needs to take one machine
-for several hosts (backend cuda: NCCL's software NIC), and says what it set.
+anything else is run as a program. The exit status is that of the first rank that failed; it ends the others, unless
+--keep-going says that they can do without it (on_peer_loss=mask). --backend is what hal.connect() uses when the program
+names none; with --hosts it also prepares what that backend needs to take one machine for several hosts (backend cuda:
+NCCL's software NIC), and says what it set.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout(parser, required=True)
     parser.add_argument("--backend", metavar="NAME", help="for hal.connect() without one, and for --hosts")
     parser.add_argument("--transport", metavar="NAME", help="with --backend: this transport of it")
+    parser.add_argument("--keep-going", action="store_true", help="a rank that fails does not end the others")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py or a program, and its arguments")
 
 
@@ -48,4 +50,4 @@ def run(args: argparse.Namespace) -> int:
     layout = arrange(hosts, args.ranks, args.backend, args.transport)
     for line in layout.describe():
         print(f"# {line}", file=sys.stderr)
-    return launch(args.ranks, argv, nodes=hosts, environment=layout.environment)
+    return launch(args.ranks, argv, nodes=hosts, environment=layout.environment, keep_going=args.keep_going)

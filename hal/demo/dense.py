@@ -9,7 +9,7 @@ must equal it bit for bit. ``exact`` is the plain float64 sum over all chosen ex
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ from hal.demo.rank import Job
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """[N, H] results of all tokens, and the routing [N, k] that gave them."""
+    """[N, H] results of all tokens, and the routing [N, k] that was dispatched."""
 
     bits: Array
     exact: NDArray[np.float64]
@@ -35,9 +35,25 @@ def run_dense(settings: Settings, job: Job) -> Iterator[DenseLayer]:
     model, x = job.model, job.model.embed(job.ids)
     for layer in range(model.layers):
         idx, weights = job.routing or model.route(layer, x)
-        done = _layer(settings, model, layer, x, idx, weights)
-        yield done
+        dispatched, combined = without_the_killed(settings, job, layer, idx)
+        done = _layer(settings, model, layer, x, combined, weights)
+        yield replace(done, topk_idx=dispatched)
         x = model.next_input(x, done.bits)
+
+
+def without_the_killed(
+    settings: Settings, job: Job, layer: int, idx: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A layer's routing as it is dispatched, and as it is combined. A rank is killed in between: from then on its experts
+    are nobody's, and from the next layer on its tokens are gone."""
+    if job.killed is None or layer < job.killed[1]:
+        return idx, idx
+    rank, when = job.killed
+    less = np.where(idx // (settings.workload.num_experts // settings.ranks) == rank, -1, idx)
+    if layer == when:
+        return idx, less
+    np.array_split(less, settings.ranks)[rank][...] = -1
+    return less, less
 
 
 def _layer(

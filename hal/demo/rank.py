@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ class Job:
     """[N, k] each, used by every layer in place of the router."""
     progress: bool = False
     """Rank 0 tells on stderr which layer is done."""
+    killed: tuple[int, int] | None = None
+    """(rank, layer): that rank's process is killed between that layer's dispatch and combine."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,24 @@ def run_rank(comm: Any, settings: Settings, job: Job) -> list[LayerResult]:
         x = model.embed(ids)
         for layer in range(model.layers):
             idx, weights = routing or model.route(layer, x)
-            results.append(_layer(comm, ep, settings, model, layer, (*model.to_wire(x), idx, weights)))
+            dies = job.killed == (comm.rank, layer)
+            results.append(_layer(comm, ep, settings, model, layer, (*model.to_wire(x), idx, weights), dies))
             if job.progress and comm.rank == 0:
                 print(f"layer {layer + 1} of {model.layers} done", file=sys.stderr, flush=True)
             x = model.next_input(x, results[-1].y)
     return results
 
 
-def _layer(comm: Any, ep: Any, settings: Settings, model: Model, layer: int, tokens: tuple[Any, ...]) -> LayerResult:
+def _layer(
+    comm: Any, ep: Any, settings: Settings, model: Model, layer: int, tokens: tuple[Any, ...], dies: bool
+) -> LayerResult:
     x, scales, idx, weights = tokens
     comm.barrier()
     start = time.perf_counter()
     out = ep.dispatch(x, idx, weights, scales=scales)
     dispatched = time.perf_counter()
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
     first = comm.rank * (model.work.num_experts // comm.world_size)
     answer = _by_expert if settings.layout == "expert" else _by_token
     rows = answer(model, layer, first, out)

@@ -8,6 +8,7 @@
 #include "checker/explore.hpp"
 #include "checker/happens_before.hpp"
 #include "checker/litmus_subject.hpp"
+#include "checker/masking_subject.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -98,7 +99,10 @@ Faults faults_from(const py::dict& d) {
     f.lost = operation_from(d, "lost");
     f.lost_completion = operation_from(d, "lost_completion");
     f.error_completion = operation_from(d, "error_completion");
-    if (d.contains("stalled")) f.stalled = d["stalled"].cast<std::pair<int, std::uint32_t>>();
+    for (const char* key : {"stalled", "stalled_too"})
+        if (d.contains(key)) f.stalled.push_back(d[key].cast<std::pair<int, std::uint32_t>>());
+    if (d.contains("idle_at_end")) f.idle_at_end = d["idle_at_end"].cast<bool>();
+    if (d.contains("resume")) f.resume = static_cast<Faults::Resume>(d["resume"].cast<int>());
     if (d.contains("ring_entries")) f.ring_entries = d["ring_entries"].cast<std::uint32_t>();
     return f;
 }
@@ -172,6 +176,30 @@ void bind_search(py::module_& m) {
         .def(
             "output",
             [](const EpSubject& s, int rank) {
+                const auto& o = s.output(rank);
+                return py::bytes(reinterpret_cast<const char*>(o.data()), o.size());
+            },
+            "rank"_a);
+    py::class_<MaskingSubject, Subject>(m, "MaskingSubject")
+        .def(py::init([](const py::dict& scenario, const py::dict& profile) {
+                 return std::make_unique<MaskingSubject>(scenario_from(scenario), profile_from(profile));
+             }),
+             "scenario"_a, "profile"_a)
+        .def(
+            "set_faults", [](MaskingSubject& s, const py::dict& faults) { s.set_faults(faults_from(faults)); },
+            "faults"_a)
+        .def("set_track", &MaskingSubject::set_track, "track"_a)
+        .def(
+            "set_mutation",
+            [](MaskingSubject& s, int kind, int thread, std::uint32_t number) {
+                s.set_mutation(Mutation{static_cast<Mutation::Kind>(kind), std::uint16_t(thread), number});
+            },
+            "kind"_a, "thread"_a, "number"_a)
+        .def("calls", &MaskingSubject::calls, "rank"_a, "Calls that a rank made in the last run.")
+        .def("end", &MaskingSubject::end, "rank"_a, "How a rank's last run ended: went on, masked, stopped.")
+        .def(
+            "output",
+            [](const MaskingSubject& s, int rank) {
                 const auto& o = s.output(rank);
                 return py::bytes(reinterpret_cast<const char*>(o.data()), o.size());
             },

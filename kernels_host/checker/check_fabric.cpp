@@ -184,7 +184,8 @@ void CheckFabric::put_with_signal(int queue, int peer, std::size_t dst, const vo
     raise(queue, peer, slot, value, op, signal_order, built_signal ? Order::relaxed : acts, std::int32_t(payload));
 }
 
-std::uint64_t CheckFabric::wait(std::size_t slot, std::uint64_t at_least, int source, int queue, const char* stage) {
+std::uint64_t CheckFabric::wait(std::size_t slot, std::uint64_t at_least, int source, int queue, const char* stage,
+                                std::uint64_t later_view) {
     Call call{Primitive::wait, 0, 0, Order::relaxed, true, source, queue, slot, 8, at_least, stage};
     const bool waits = mutate(call);
     range(call.offset, 8, "wait");
@@ -197,8 +198,36 @@ std::uint64_t CheckFabric::wait(std::size_t slot, std::uint64_t at_least, int so
     p.source = source;
     p.queue = queue;
     p.stage = stage;
+    p.later_view = later_view;
     w_.call(thread_, p);
+    if (later_view && w_.slot(rank_, call.offset) < p.at_least)
+        throw PeerTimeoutError(-1, stage, queue, at_least, w_.slot(rank_, call.offset), 0.0, "a later view");
     return w_.seen(rank_, call.offset, p.at_least);
+}
+
+std::uint64_t CheckFabric::peer_word(int rank, std::size_t offset) {
+    World::Pending p;
+    p.kind = World::Pending::read;
+    p.rank = rank;
+    p.begin = offset;
+    p.end = offset + 8;
+    w_.call(thread_, p);
+    return w_.slot(rank, offset);
+}
+
+std::uint64_t CheckFabric::compare_and_set(std::uint64_t view, std::uint64_t expected, std::uint64_t desired) {
+    World::Pending p;
+    p.kind = World::Pending::write_at;
+    p.rank = 0;
+    p.begin = w_.config_.views + 8 * view;
+    p.end = p.begin + 8;
+    p.access = Access::write;
+    w_.call(thread_, p);
+    const std::uint64_t seen = w_.slot(0, p.begin);
+    if (seen != expected) return seen;
+    std::memcpy(w_.window(0) + p.begin, &desired, 8);
+    w_.views_changed();
+    return seen;
 }
 
 void CheckFabric::quiet(int queue, int peer, QuietScope scope) {

@@ -18,7 +18,9 @@ class CheckFabric {
     std::byte* write(std::size_t offset, std::size_t nbytes);
     void put(int queue, int peer, std::size_t dst_offset, const void* src, std::size_t nbytes, Order order);
     void signal(int queue, int peer, std::size_t slot_offset, std::uint64_t value, SignalOp op, Order order);
-    std::uint64_t wait(std::size_t slot_offset, std::uint64_t at_least, int source, int queue, const char* stage);
+    // `later_view`: a view that ends the wait, by PeerTimeoutError, once it is decided (WorldConfig::views); 0 = none.
+    std::uint64_t wait(std::size_t slot_offset, std::uint64_t at_least, int source, int queue, const char* stage,
+                       std::uint64_t later_view = 0);
     void quiet(int queue, int peer, QuietScope scope);
 
     // Beyond the Fabric, for litmus programs: a put with its own signal, and a barrier's two halves.
@@ -26,6 +28,13 @@ class CheckFabric {
                          std::size_t slot_offset, std::uint64_t value, SignalOp op, Order signal_order);
     void arrive();
     void pass(int count);
+
+    // For views: sets a word of WorldConfig::views to `desired` if it is `expected`, in one step; returns what it was.
+    std::uint64_t compare_and_set(std::uint64_t view, std::uint64_t expected, std::uint64_t desired);
+    bool gone(int rank) const { return w_.gone(rank); }
+    // A word of another rank's window, in one step; and of one that is gone.
+    std::uint64_t peer_word(int rank, std::size_t offset);
+    std::uint64_t last_word(int rank, std::size_t offset) const { return w_.slot(rank, offset); }
 
   private:
     // The call as it is made; false if the mutation removes it.

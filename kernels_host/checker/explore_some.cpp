@@ -107,7 +107,8 @@ SearchResult explore_random(Subject& subject, std::uint64_t seed, std::uint64_t 
         };
         World world(subject.start(), priority);
         std::vector<Entity> path;
-        while (!world.nothing_ready()) {
+        while (!world.nothing_ready() || world.stir()) {
+            if (world.nothing_ready()) continue;
             if (world.full()) {
                 world.stop();
                 break;

@@ -68,13 +68,12 @@ void run_on(World& world) {
 RunReport run(Subject& subject, const Schedule& schedule, bool log, const std::function<void(World&)>& look) {
     WorldConfig config = subject.start();
     config.log = config.log || log;
-    const bool faulty = config.faults.any();
     World world(std::move(config), eager(schedule.held));
     for (const Entity e : schedule.path)
         if (world.is_ready(e)) world.execute(e);
     do {
         run_on(world);
-    } while (faulty && !world.stopped() && !world.all_ended() && world.time_out_waiting());
+    } while (world.stir());
     RunReport r = report(subject, world);
     if (look) look(world);
     return r;

@@ -48,6 +48,7 @@ struct World::Thread {
     Pending pending;
     bool ended = false, ready = false, timed_out = false, stalled = false;
     std::uint32_t calls = 0, last_step = no_step;
+    int names = -1;  // timed out: whom its error names
 };
 
 // The moving part of an operation.
@@ -137,8 +138,7 @@ void World::call(int thread, const Pending& pending) {
     if (t.timed_out) {
         t.timed_out = false;
         const std::uint64_t seen = pending.kind == Pending::wait ? slot(pending.rank, pending.begin) : 0;
-        const int rank = pending.kind == Pending::wait ? pending.source : pending.peer;
-        throw PeerTimeoutError(rank, pending.stage, pending.queue, pending.at_least, seen, 0.0, "no answer");
+        throw PeerTimeoutError(t.names, pending.stage, pending.queue, pending.at_least, seen, 0.0, "no answer");
     }
 }
 
@@ -182,7 +182,7 @@ bool World::enabled(const Thread& t) const {
     const Pending& p = t.pending;
     switch (p.kind) {
         case Pending::wait:
-            return slot(p.rank, p.begin) >= p.at_least;
+            return slot(p.rank, p.begin) >= p.at_least || (p.later_view && newest_view() >= p.later_view);
         case Pending::quiet:
             return quiet_reached(p);
         case Pending::credit:
@@ -259,8 +259,8 @@ void World::run_thread(Entity e) {
         t.ended = true;
         ++ended_;
     } else {
-        const auto& stalled = config_.faults.stalled;
-        t.stalled = stalled && stalled->first == rank && t.calls >= stalled->second;
+        for (const auto& [stopped, calls] : config_.faults.stalled)
+            if (stopped == rank && t.calls == calls) t.stalled = true;
         recheck(e.owner);
     }
     if (p.kind == Pending::write) {
@@ -495,8 +495,13 @@ std::vector<Access> World::footprint(Entity e) const {
                 return {{Access::write, p.rank, p.begin, p.end}};
             case Pending::write_at:
                 return {{p.access, p.rank, p.begin, p.end}};
-            case Pending::wait:
-                return {{config_.least_waits ? Access::least_wait : Access::wait, p.rank, p.begin, p.end}};
+            case Pending::wait: {
+                std::vector<Access> all{
+                    {config_.least_waits ? Access::least_wait : Access::wait, p.rank, p.begin, p.end}};
+                if (p.later_view)
+                    all.push_back({Access::read, 0, config_.views, config_.views + 8 * config_.most_views});
+                return all;
+            }
             default:
                 return {};
         }
@@ -561,11 +566,64 @@ bool World::source_unchanged(std::uint32_t id) const {
     return hash_bytes(flights_[id].src, operations_[id].bytes) == flights_[id].source_hash;
 }
 
+// Without views each error names the rank that was awaited. With them it names the rank at the end of the chain of waits,
+// as the shared-memory transport does: the others would mask one that is only waiting itself.
+int World::root_of(int source) const {
+    int root = source;
+    for (std::size_t hops = 0; config_.views && hops < threads_.size(); ++hops) {
+        const Thread& t = *threads_[std::size_t(root)];
+        if (t.ended || t.stalled || t.pending.kind != Pending::wait) break;
+        root = t.pending.source;
+    }
+    return root;
+}
+
+std::uint64_t World::newest_view() const {
+    std::uint64_t view = 0;
+    while (view + 1 < config_.most_views && slot(0, config_.views + 8 * (view + 1))) ++view;
+    return view;
+}
+
+void World::views_changed() {
+    for (std::size_t i = 0; i < threads_.size(); ++i)
+        if (threads_[i]->pending.kind == Pending::wait) recheck(int(i));
+}
+
+bool World::gone(int thread) const {
+    const Thread& t = *threads_[std::size_t(thread)];
+    return (t.ended && !config_.faults.idle_at_end) || (t.stalled && config_.faults.resume == Faults::never);
+}
+
+std::uint32_t World::calls_of(int thread) const { return threads_[std::size_t(thread)]->calls; }
+
+void World::wake_stalled() {
+    for (std::size_t i = 0; i < threads_.size(); ++i) {
+        threads_[i]->stalled = false;
+        recheck(int(i));
+    }
+}
+
+bool World::stir() {
+    if (!config_.faults.any() || stopped_ || all_ended()) return false;
+    const bool timed_out = time_out_waiting();
+    const Faults::Resume resume = config_.faults.resume;
+    const bool wakes = resume != Faults::never && !noticed_ && (resume == Faults::noticed || !timed_out);
+    if (wakes) {
+        noticed_ = true;
+        wake_stalled();
+    }
+    return timed_out || wakes;
+}
+
 bool World::time_out_waiting() {
     bool any = false;
+    for (auto& t : threads_) {
+        const Pending& p = t->pending;
+        t->names = p.kind == Pending::wait ? root_of(p.source) : p.peer;
+    }
     for (std::size_t i = 0; i < threads_.size(); ++i) {
         Thread& t = *threads_[i];
-        if (t.ended || t.stalled) continue;
+        if (t.ended || t.stalled || t.ready) continue;
         t.timed_out = true;
         t.exceptions.exchange();
         t.fiber->resume();

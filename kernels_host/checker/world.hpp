@@ -48,12 +48,19 @@ struct OperationName {
 };
 
 struct Faults {
-    std::optional<OperationName> lost;                     // never arrives
-    std::optional<OperationName> lost_completion;          // arrives; its completion is never reported
-    std::optional<OperationName> error_completion;         // does not arrive, and says so
-    std::optional<std::pair<int, std::uint32_t>> stalled;  // (rank, calls after which it stops for ever)
-    std::uint32_t ring_entries = 0;                        // operations in flight on one (peer, queue); 0 = no limit
-    bool any() const { return lost || lost_completion || error_completion || stalled; }
+    std::optional<OperationName> lost;                   // never arrives
+    std::optional<OperationName> lost_completion;        // arrives; its completion is never reported
+    std::optional<OperationName> error_completion;       // does not arrive, and says so
+    std::vector<std::pair<int, std::uint32_t>> stalled;  // (rank, calls after which it stops)
+    enum Resume : std::uint8_t {
+        never,
+        noticed,
+        last
+    } resume = never;                // a stopped rank goes on: when the others' time
+                                     // was up, or when they have ended
+    bool idle_at_end = false;        // a rank that has ended is still there, and answers nobody
+    std::uint32_t ring_entries = 0;  // operations in flight on one (peer, queue); 0 = no limit
+    bool any() const { return lost || lost_completion || error_completion || !stalled.empty(); }
 };
 
 struct WorldConfig {
@@ -69,6 +76,9 @@ struct WorldConfig {
     bool log = false;
     bool least_waits = false;                      // see Access::least_wait
     std::size_t max_bytes = std::size_t{1} << 30;  // of the log and the operations; see full()
+    // Words in rank 0's window that say, view by view, who is left (kernels_host/checker/masking_subject.hpp); 0 = none.
+    // A wait of an earlier view ends when a later one is decided, and a time limit names the end of the chain of waits.
+    std::uint64_t views = 0, most_views = 0;
 };
 
 enum class Primitive : std::uint8_t { put, signal, wait, quiet };
@@ -156,6 +166,12 @@ class World {
     bool all_ended() const { return ended_ == threads_.size(); }
     bool hangs() const;  // some thread that no fault has stopped has not ended
     bool time_out_waiting();
+    // After nothing was ready: what faults still bring about (time limits, stopped ranks that go on). False: nothing.
+    bool stir();
+    // A rank that has ended, or stopped and never goes on.
+    bool gone(int thread) const;
+    std::uint64_t newest_view() const;
+    std::uint32_t calls_of(int thread) const;
     std::string waiting_text() const;
 
     const std::deque<Event>& log() const { return log_; }
@@ -193,6 +209,7 @@ class World {
         bool remote = true;
         Access::Kind access = Access::write;  // write_at
         const char* stage = "";
+        std::uint64_t later_view = 0;  // wait: the view that ends it; 0 = none
     };
 
     // Called on a fiber.
@@ -201,6 +218,9 @@ class World {
     Outstanding outstanding(int rank, int peer, int queue) const;
 
     bool enabled(const Thread& t) const;
+    int root_of(int source) const;
+    void wake_stalled();
+    void views_changed();
     bool quiet_reached(const Pending& p) const;
     bool may_deliver(std::uint32_t operation) const;
     void recheck(int thread);
@@ -246,7 +266,7 @@ class World {
     int arrived_ = 0;
     std::vector<std::uint32_t> arrive_steps_;
     std::map<std::pair<int, std::uint64_t>, std::vector<std::uint64_t>> history_;  // (rank, slot): values; least_waits
-    bool abandoning_ = false, stopped_ = false;
+    bool abandoning_ = false, stopped_ = false, noticed_ = false;
 };
 
 }  // namespace hal::checker

@@ -7,6 +7,7 @@
 #include "hal/buffer_layout.hpp"
 #include "hal/credit.hpp"
 #include "hal/epoch.hpp"
+#include "hal/members.hpp"
 #include "hal/placement.hpp"
 #include "hal/queues.hpp"
 
@@ -42,7 +43,19 @@ void bind_shape(py::module_& m) {
         .def_readwrite("signal_stride", &EpShape::signal_stride)
         .def_readwrite("layout", &EpShape::layout)
         .def_readwrite("schedule", &EpShape::schedule)
-        .def_readwrite("completion", &EpShape::completion);
+        .def_readwrite("completion", &EpShape::completion)
+        .def_readwrite("agreed", &EpShape::agreed);
+    py::class_<Members>(m, "Members", "Who is left, in which view (hal/include/hal/members.hpp).")
+        .def(py::init([](std::uint64_t view, std::uint64_t lost) { return Members{view, lost}; }), "view"_a = 0,
+             "lost"_a = 0)
+        .def_readonly("view", &Members::view)
+        .def_readonly("lost", &Members::lost);
+    m.def("shape_in_view", &shape_in_view, "shape"_a, "members"_a);
+    m.def("most_maskable_ranks", &most_maskable_ranks);
+    m.def(
+        "agreed_word",
+        [](const EpShape& shape, int rank) { return buffer_layout(shape).signal(Sig::agreed, std::uint64_t(rank)); },
+        "shape"_a, "rank"_a, "Offset of a rank's word of agreement (kernels_host/ep/agreement.hpp).");
     m.def(
         "buffer_parts",
         [](const EpShape& shape) {

@@ -67,11 +67,12 @@ template <class Fabric>
 void bind_kernels(py::module_& m, const char* name) {
     using K = Kernels<Fabric>;
     py::class_<K>(m, name, "Dispatch and combine of one rank over one window (kernels_host/ep/kernels.hpp).")
-        .def(py::init<Fabric&, const EpShape&, ep::Element>(), "fabric"_a, "shape"_a, "combine_element"_a,
-             py::keep_alive<1, 2>())
+        .def(py::init<Fabric&, const EpShape&, ep::Element, const Members&>(), "fabric"_a, "shape"_a,
+             "combine_element"_a, "members"_a = Members{}, py::keep_alive<1, 2>())
         .def("dispatch_send", &dispatch_send<Fabric>, "slot"_a, "x"_a, "tokens"_a, "topk_idx"_a, "idx_is_int64"_a,
              "topk_weights"_a, "scales"_a, "reused"_a)
         .def("rows", &K::rows, "round"_a)
+        .def("end_round", &K::end_round)
         .def("received_x", &K::received_x, "round"_a, "Offset in the window of the rows that a round receives.")
         .def("dispatch_recv", &dispatch_recv<Fabric>, "round"_a, "scales"_a, "topk_idx"_a, "topk_weights"_a,
              "tokens_per_expert"_a, "expert_offsets"_a)

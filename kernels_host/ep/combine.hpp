@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "ep/agreement.hpp"
 #include "ep/reduce.hpp"
 #include "ep/rounds.hpp"
 #include "ep/rows.hpp"
@@ -35,9 +36,13 @@ struct CombineOutput {
 template <class Fabric>
 class Combine {
   public:
-    Combine(Fabric& fabric, const BufferLayout& layout, Element element)
-        : f_(fabric), l_(layout), s_(layout.shape), element_(element), me_(fabric.rank()), node_(node_of(s_, me_)),
-          partial_(std::size_t(s_.num_buffers)), partial_weights_(std::size_t(s_.num_buffers)) {}
+    // `by_node`: sums are made node by node, whichever way rows travel.
+    Combine(Fabric& fabric, const BufferLayout& layout, Element element, bool by_node, const Members& members,
+            Agreement<Fabric>& agreement)
+        : f_(fabric), l_(layout), s_(layout.shape), element_(element), by_node_(by_node), members_(members),
+          agreement_(agreement), me_(fabric.rank()), node_(node_of(s_, me_)), partial_(std::size_t(s_.num_buffers)),
+          partial_weights_(std::size_t(s_.num_buffers)),
+          node_sums_(by_node && !is_hierarchical(s_) ? std::size_t(s_.nodes) * row_bytes() : 0) {}
 
     CombineRound send(const CombineInput& in, std::shared_ptr<State> state) {
         const std::uint64_t depth = std::uint64_t(s_.num_buffers);
@@ -50,6 +55,7 @@ class Combine {
         CombineRound round{++epoch_, std::move(state), in.weighted, in.returns_weights, kept_x, false};
         for (int i = 1; i < near_ranks(); ++i) {
             const int p = near(i);
+            if (is_lost(members_, p)) continue;
             // The staging's last user was round n - depth; its home must have summed it.
             const std::uint64_t credit = wanted_credit(round.epoch, depth);
             if (credit) f_.wait(l_.signal(Sig::credit, std::uint64_t(p)), credit, p, 0, "combine credit");
@@ -66,6 +72,7 @@ class Combine {
         if (is_hierarchical(s_)) send_partials(round);
         for (int i = 1; i < s_.ranks; ++i) {
             const int p = (me_ + i) % s_.ranks;
+            if (is_lost(members_, p)) continue;
             if (!is_near(p) && rail_of(s_, me_, node_of(s_, p)) != p) continue;
             const std::size_t weights = is_near(p) ? row_weights() : std::size_t(s_.top_k);
             RowReader<Fabric> reader(f_, s_.completion, p, home_area(round), arrival(Sig::home, round, p),
@@ -73,8 +80,10 @@ class Combine {
             reader.wait();
             take_home(round, reader, p);
         }
+        agreement_.say();
         sum_home(round, bias, bias_count, out);
         finish(round);
+        agreement_.await("combine agreement");
     }
 
   private:
@@ -129,12 +138,13 @@ class Combine {
         for (const int home : homes)
             for (int g = 0; g < groups(s_); ++g) {
                 const Received& r = received(route, home, g);
+                const std::int64_t back = is_hierarchical(s_) ? r.back : r.flat_back;
                 for (std::int64_t n = 0; n < r.count; ++n) {
                     const Record record_n = record(round, in, r.place + n);
                     if (p == me_)
-                        local_row(f_, area, std::uint64_t(r.back + n), record_n);
+                        local_row(f_, area, std::uint64_t(back + n), record_n);
                     else
-                        writer.row(std::uint64_t(r.back + n), record_n);
+                        writer.row(std::uint64_t(back + n), record_n);
                 }
             }
         if (p != me_) writer.complete();
@@ -220,16 +230,20 @@ class Combine {
         for (std::int32_t t = 0; t < route.home.tokens; ++t) {
             terms_.clear();
             int inner_begin = 0, inner_end = 0;
-            if (out.topk_weights) std::fill_n(out.topk_weights + std::int64_t(t) * s_.top_k, s_.top_k, 0.0F);
-            for (int node = 0; node < s_.nodes; ++node) {
-                if (!is_hierarchical(s_) || node == node_) {
+            if (out.topk_weights) {
+                float* returned = out.topk_weights + std::int64_t(t) * s_.top_k;
+                std::fill_n(returned, s_.top_k, 0.0F);
+                copy_weights(route.home, t, first_near(), end_near(), area, returned, near_row);
+            }
+            const int nodes = by_node_ ? s_.nodes : 1, node_width = destinations(s_) / nodes;
+            for (int node = 0; node < nodes; ++node) {
+                const int first = node * node_width;
+                if (nodes == 1 || node == node_) {
                     inner_begin = int(terms_.rows.size());
-                    add_terms(route.home, t, first_near(), end_near(), weights, near_x);
+                    add_terms(route.home, t, first, first + node_width, weights, near_x);
                     inner_end = int(terms_.rows.size());
-                    if (out.topk_weights)
-                        copy_weights(route.home, t, first_near(), end_near(), area,
-                                     out.topk_weights + std::int64_t(t) * s_.top_k, near_row);
-                    if (!is_hierarchical(s_)) break;
+                } else if (!is_hierarchical(s_)) {
+                    sum_node_here(round, t, node, weights, near_x);
                 } else {
                     const std::size_t index = std::size_t(other_index(node, node_));
                     std::size_t& n = crossed[index];
@@ -237,13 +251,29 @@ class Combine {
                     add_partial(route, t, node, std::uint64_t(partial_base(s_, node, node_)) + n++, area, out);
                 }
             }
-            if (!is_hierarchical(s_)) inner_begin = inner_end = 0;  // one flat sum
+            if (nodes == 1) inner_begin = inner_end = 0;  // one flat sum
             const void* biases[2] = {};
             for (int b = 0; b < bias_count; ++b)
                 biases[b] = static_cast<const std::byte*>(bias[b]) + std::size_t(t) * row_bytes();
             sum(round.weighted, inner_begin, inner_end, biases, bias_count,
                 static_cast<std::byte*>(out.y) + std::size_t(t) * row_bytes());
         }
+    }
+
+    // Rows of another node that came the direct way: the partial sum that the node would have sent, rounded as it would be.
+    template <class RowOf>
+    void sum_node_here(const CombineRound& round, std::int32_t t, int node, const float* weights, const RowOf& x) {
+        Terms home;
+        std::swap(home, terms_);
+        add_terms(round.state->route->home, t, node * node_destinations(s_), (node + 1) * node_destinations(s_),
+                  weights, x);
+        const bool any = !terms_.rows.empty();
+        std::byte* y = node_sums_.data() + std::size_t(node) * row_bytes();
+        if (any) sum(round.weighted, 0, 0, nullptr, 0, y);
+        std::swap(home, terms_);
+        if (!any) return;
+        terms_.rows.push_back(y);
+        terms_.weights.push_back(1.0F);
     }
 
     // Another node's partial sum, already weighted and rounded.
@@ -260,6 +290,9 @@ class Combine {
         }
     }
 
+    // A row that never comes: its expert's rank was lost after the dispatch.
+    bool gone(const Stop& stop) const { return is_lost(members_, owner_of(s_, stop.destination)); }
+
     const void* staged_row(const RowArea& area, std::int64_t row) {
         return f_.read(area.x(std::uint64_t(row)), area.x_bytes);
     }
@@ -269,7 +302,7 @@ class Combine {
     void add_terms(const Routing& routing, std::int32_t t, int first, int end, const float* weights, const RowOf& x) {
         for (std::int32_t i = routing.first_stop[std::size_t(t)]; i < routing.first_stop[std::size_t(t) + 1]; ++i) {
             const Stop& stop = routing.stops[std::size_t(i)];
-            if (stop.destination < first || stop.destination >= end) continue;
+            if (stop.destination < first || stop.destination >= end || gone(stop)) continue;
             terms_.rows.push_back(x(stop));
             terms_.weights.push_back(weights ? weights[std::int64_t(t) * s_.top_k + stop.position] : 1.0F);
         }
@@ -282,7 +315,7 @@ class Combine {
         const std::int32_t* ids = routing.ids.data() + std::int64_t(t) * s_.top_k;
         for (std::int32_t i = routing.first_stop[std::size_t(t)]; i < routing.first_stop[std::size_t(t) + 1]; ++i) {
             const Stop& stop = routing.stops[std::size_t(i)];
-            if (stop.destination < first || stop.destination >= end) continue;
+            if (stop.destination < first || stop.destination >= end || gone(stop)) continue;
             const auto* w =
                 reinterpret_cast<const float*>(f_.read(area.meta(std::uint64_t(row(stop))), 4 * row_weights()));
             if (s_.layout == Layout::expert) {
@@ -308,12 +341,14 @@ class Combine {
         finished_.finish(round.epoch);
         if (finished_.all_until == before) return;
         for (int i = 1; i < s_.ranks; ++i)
-            f_.signal(0, (me_ + i) % s_.ranks, l_.signal(Sig::credit, std::uint64_t(me_)), finished_.all_until,
-                      SignalOp::set, Order::strong);
+            if (const int p = (me_ + i) % s_.ranks; !is_lost(members_, p))
+                f_.signal(0, p, l_.signal(Sig::credit, std::uint64_t(me_)), finished_.all_until, SignalOp::set,
+                          Order::strong);
         if (s_.completion != Completion::strong_signal_no_cqe) return;
         // Without completion entries, everyone's credit is what says that this rank's sources are read no more.
         for (int i = 1; i < s_.ranks; ++i) {
             const int p = (me_ + i) % s_.ranks;
+            if (is_lost(members_, p)) continue;
             f_.wait(l_.signal(Sig::credit, std::uint64_t(p)), finished_.all_until, p, 0, "combine exit");
         }
     }
@@ -335,6 +370,9 @@ class Combine {
     const BufferLayout l_;
     const EpShape s_;
     const Element element_;
+    const bool by_node_;
+    const Members members_;
+    Agreement<Fabric>& agreement_;
     const int me_, node_;
     std::uint64_t epoch_ = 0;
     FinishedRounds finished_;
@@ -342,6 +380,7 @@ class Combine {
     // Partial sums on their way, for each round in flight.
     std::vector<std::vector<std::byte>> partial_;
     std::vector<std::vector<float>> partial_weights_;
+    std::vector<std::byte> node_sums_;  // of the token being summed, where rows came the direct way: [nodes] rows
 };
 
 }  // namespace hal::ep

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "ep/agreement.hpp"
 #include "ep/rounds.hpp"
 #include "ep/rows.hpp"
 #include "hal/epoch.hpp"
@@ -43,26 +44,28 @@ struct DispatchOutput {
 template <class Fabric>
 class Dispatch {
   public:
-    Dispatch(Fabric& fabric, const BufferLayout& layout)
-        : f_(fabric), l_(layout), s_(layout.shape), me_(fabric.rank()), node_(node_of(s_, me_)),
-          meta_(std::size_t(s_.num_buffers)), header_(std::size_t(s_.num_buffers)),
+    Dispatch(Fabric& fabric, const BufferLayout& layout, const Members& members, Agreement<Fabric>& agreement)
+        : f_(fabric), l_(layout), s_(layout.shape), members_(members), agreement_(agreement), me_(fabric.rank()),
+          node_(node_of(s_, me_)), meta_(std::size_t(s_.num_buffers)), header_(std::size_t(s_.num_buffers)),
           dirty_(std::size_t(s_.num_buffers)) {
         for (auto& d : dirty_) d.assign(std::size_t(s_.ranks * groups(s_)), 0);
     }
 
-    // `slot` is a receive slot that nobody holds. With `reused` the routing is that state's, and counts stay at home.
+    // `slot` is a receive slot that nobody holds. With `reused` the routing is that state's, and counts stay at home
+    // unless a rank was lost since they were exchanged: then all ranks exchange them again.
     DispatchRound send(std::uint32_t slot, const DispatchInput& in, const State* reused) {
-        DispatchRound round{epoch_ + 1, slot, std::make_shared<State>(), {}, reused != nullptr, false};
+        const bool reuse = reused && reused->route->view == members_.view;
+        DispatchRound round{epoch_ + 1, slot, std::make_shared<State>(), {}, reuse, false};
         State& state = *round.state;
-        state.route = reused ? reused->route : new_route(in, round.epoch);
+        state.route = reuse ? reused->route : new_route(in, reused, round.epoch);
         take_weights(state, in);
         pack_meta(slot, state, in);
         epoch_ = round.epoch;  // from here on peers see this round
 
         announce(round);
         wait_ready(round);
-        if (!reused && s_.schedule != Schedule::latency) place_rows(*state.route);
-        if (!reused && s_.schedule == Schedule::latency) send_counts(round);
+        if (!reuse && s_.schedule != Schedule::latency) place_rows(*state.route);
+        if (!reuse && s_.schedule == Schedule::latency) send_counts(round);
         send_rows(round, in.x);
         if (s_.completion != Completion::strong_signal_no_cqe) quiet_sources();
         return round;
@@ -79,7 +82,7 @@ class Dispatch {
         const RowArea area = receive_area(round.slot);
         for (int i = 1; i < s_.ranks; ++i) {
             const int source = (me_ + i) % s_.ranks, from = deliverer_of(s_, source, me_);
-            if (from == me_) continue;  // this rank forwarded them to itself
+            if (from == me_ || is_lost(members_, source)) continue;  // this rank forwarded them to itself, or none come
             RowReader<Fabric> reader(f_, s_.completion, from, area, arrival(Sig::rows, round.slot, source, round.epoch),
                                      std::size_t(meta_bytes(s_)), "dispatch rows");
             reader.wait();
@@ -88,9 +91,11 @@ class Dispatch {
                 reader.take(std::uint64_t(r.place), std::uint64_t(r.count));
             }
         }
+        agreement_.say();
         clear_gaps(round);
         hand_out(round, out);
         if (s_.completion == Completion::strong_signal_no_cqe) exit(round);
+        agreement_.await("dispatch agreement");
         round.received = true;
     }
 
@@ -109,19 +114,28 @@ class Dispatch {
     int neighbour(int i) const { return node_ * node_ranks(s_) + (me_ + i) % node_ranks(s_); }
     int first_destination(int node) const { return node * node_destinations(s_); }
 
-    std::shared_ptr<Route> new_route(const DispatchInput& in, std::uint64_t epoch) {
+    // The input's ids, or those of a handle that was made when more ranks were there. An expert of a lost rank is none.
+    std::vector<std::int32_t> take_ids(const DispatchInput& in, const State* reused) const {
         const std::size_t n = std::size_t(in.tokens) * std::size_t(s_.top_k);
-        auto route = std::make_shared<Route>();
-        route->epoch = epoch;
         std::vector<std::int32_t> ids(n);
         for (std::size_t i = 0; i < n; ++i) {
-            const std::int64_t id = in.idx_is_int64 ? static_cast<const std::int64_t*>(in.topk_idx)[i]
-                                                    : static_cast<const std::int32_t*>(in.topk_idx)[i];
+            const std::int64_t id = reused            ? reused->route->home.ids[i]
+                                    : in.idx_is_int64 ? static_cast<const std::int64_t*>(in.topk_idx)[i]
+                                                      : static_cast<const std::int32_t*>(in.topk_idx)[i];
             if (id < -1 || id >= s_.num_experts)
                 throw ContractViolation("topk_idx holds expert " + std::to_string(id) + "; ids are -1 ... " +
                                         std::to_string(s_.num_experts - 1));
-            ids[i] = std::int32_t(id);
+            const bool lost = id >= 0 && is_lost(members_, std::int32_t(id) / local_experts(s_));
+            ids[i] = lost ? -1 : std::int32_t(id);
         }
+        return ids;
+    }
+
+    std::shared_ptr<Route> new_route(const DispatchInput& in, const State* reused, std::uint64_t epoch) {
+        std::vector<std::int32_t> ids = take_ids(in, reused);
+        auto route = std::make_shared<Route>();
+        route->epoch = epoch;
+        route->view = members_.view;
         route->home = make_routing(s_, std::move(ids), in.tokens, 0, destinations(s_));
         route->place.resize(std::size_t(destinations(s_)));
         route->received.resize(std::size_t(s_.ranks * groups(s_)));
@@ -173,6 +187,7 @@ class Dispatch {
             std::memcpy(f_.write(l_.header(round.epoch, me_), 4 * header.size()), header.data(), 4 * header.size());
         }
         for (int i = 1; i < s_.ranks; ++i) {
+            if (is_lost(members_, peer(i))) continue;
             if (counts)
                 f_.put(0, peer(i), l_.header(round.epoch, me_), header.data(), 4 * header.size(), Order::relaxed);
             f_.signal(0, peer(i), l_.ready(round.epoch, me_), ready_word(own_ready(round)), SignalOp::set,
@@ -188,8 +203,10 @@ class Dispatch {
     void wait_ready(DispatchRound& round) {
         std::vector<Ready> peers(std::size_t(s_.ranks), own_ready(round));
         for (int i = 1; i < s_.ranks; ++i)
-            peers[std::size_t(peer(i))] = ready_of(f_.wait(
-                l_.ready(round.epoch, peer(i)), ready_word({round.epoch, 0, false, 0}), peer(i), 0, "dispatch ready"));
+            if (!is_lost(members_, peer(i)))
+                peers[std::size_t(peer(i))] =
+                    ready_of(f_.wait(l_.ready(round.epoch, peer(i)), ready_word({round.epoch, 0, false, 0}), peer(i), 0,
+                                     "dispatch ready"));
         for (int p = 0; p < s_.ranks; ++p) {
             try {
                 agree(own_ready(round), peers[std::size_t(p)], p);
@@ -214,7 +231,8 @@ class Dispatch {
                                     "); pass handles of the same dispatch on all ranks");
     }
 
-    // All sources' counts are here: where everything lies, at every rank.
+    // All sources' counts are here: where everything lies, at every rank. A lost rank's are zero: a view begins in a
+    // window of its own, which that rank cannot write to.
     void place_rows(Route& route) {
         const std::int64_t stride = std::int64_t(l_.header_bytes / 4);
         const std::size_t bytes = std::size_t(s_.ranks) * l_.header_bytes;
@@ -233,11 +251,14 @@ class Dispatch {
             // Rows from other nodes go back through this node's gather area, after those of lower nodes.
             std::int64_t back = near ? 0 : gather_base(s_, node_of(s_, source), node_);
             back += return_place(c, source, is_hierarchical(s_) ? first_destination(node_) : 0, me_ * groups(s_));
+            std::int64_t flat_back = return_place(c, source, 0, me_ * groups(s_));
             for (int g = 0; g < groups(s_); ++g) {
                 const int d = me_ * groups(s_) + g;
                 const std::int64_t count = c.at(source, d);
-                received(route, source, g) = {route.starts[std::size_t(g)] + rows_before(c, source, d), count, back};
+                received(route, source, g) = {route.starts[std::size_t(g)] + rows_before(c, source, d), count, back,
+                                              flat_back};
                 back += count;
+                flat_back += count;
             }
         }
         if (is_hierarchical(s_)) place_forwards(route, c);
@@ -288,6 +309,7 @@ class Dispatch {
         }
         for (int i = 0; i < s_.ranks; ++i) {
             const int p = peer(i);
+            if (is_lost(members_, p)) continue;
             const std::int32_t* message = messages.data() + std::size_t(p) * ints;
             const std::uint64_t slot = round.offered[std::size_t(p)], at = l_.count_message(slot, me_);
             if (p == me_) {
@@ -303,13 +325,17 @@ class Dispatch {
         Route& route = *round.state->route;
         const std::size_t ints = 1 + std::size_t(groups(s_));
         for (int source = 0; source < s_.ranks; ++source) {
+            if (is_lost(members_, source)) {
+                for (int g = 0; g < groups(s_); ++g) received(route, source, g) = {fixed_place(s_, g, source), 0, 0, 0};
+                continue;
+            }
             if (source != me_)
                 f_.wait(l_.staged(Sig::counts, round.slot, source, 0), round.epoch, source, 0, "dispatch counts");
             std::vector<std::int32_t> message(ints);
             std::memcpy(message.data(), f_.read(l_.count_message(round.slot, source), 4 * ints), 4 * ints);
             std::int64_t back = message[0];
             for (int g = 0; g < groups(s_); ++g) {
-                received(route, source, g) = {fixed_place(s_, g, source), message[std::size_t(g) + 1], back};
+                received(route, source, g) = {fixed_place(s_, g, source), message[std::size_t(g) + 1], back, back};
                 back += message[std::size_t(g) + 1];
             }
         }
@@ -321,6 +347,7 @@ class Dispatch {
             for (int i = 1; i < s_.nodes; ++i) cross(round, (node_ + i) % s_.nodes, x);
         for (int i = 1; i < node_ranks_served(); ++i) {
             const int p = is_hierarchical(s_) ? neighbour(i) : peer(i);
+            if (is_lost(members_, p)) continue;
             const std::uint32_t slot = round.offered[std::size_t(p)];
             RowWriter<Fabric> writer(f_, s_.completion, p, receive_area(slot),
                                      arrival(Sig::rows, slot, me_, round.epoch), rows_to_rank(route.home, p));
@@ -513,15 +540,19 @@ class Dispatch {
     // Without completion entries nothing local says when sources are free: everyone's word that all arrived does.
     void exit(const DispatchRound& round) {
         for (int i = 1; i < s_.ranks; ++i)
-            f_.signal(0, peer(i), l_.staged(Sig::exit, round.offered[std::size_t(peer(i))], me_, 0), round.epoch,
-                      SignalOp::set, Order::strong);
+            if (!is_lost(members_, peer(i)))
+                f_.signal(0, peer(i), l_.staged(Sig::exit, round.offered[std::size_t(peer(i))], me_, 0), round.epoch,
+                          SignalOp::set, Order::strong);
         for (int i = 1; i < s_.ranks; ++i)
-            f_.wait(l_.staged(Sig::exit, round.slot, peer(i), 0), round.epoch, peer(i), 0, "dispatch exit");
+            if (!is_lost(members_, peer(i)))
+                f_.wait(l_.staged(Sig::exit, round.slot, peer(i), 0), round.epoch, peer(i), 0, "dispatch exit");
     }
 
     Fabric& f_;
     const BufferLayout l_;
     const EpShape s_;
+    const Members members_;
+    Agreement<Fabric>& agreement_;
     const int me_, node_;
     std::uint64_t epoch_ = 0;
     // Sources of puts, for each round in flight: they must not change before quiet or exit.

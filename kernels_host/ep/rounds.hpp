@@ -14,7 +14,8 @@ namespace hal::ep {
 struct Received {
     std::int64_t place;  // first row here
     std::int64_t count;
-    std::int64_t back;  // first row of the area to which combine returns them
+    std::int64_t back;       // first row of the area to which combine returns them
+    std::int64_t flat_back;  // the same where every row goes back the direct way; equal without nodes
 };
 
 // Hierarchical: one other node's source whose rows this rank forwards, and whose partial sums it sends back.
@@ -27,6 +28,7 @@ struct Forward {
 // The routing of a handle; equal for every dispatch that reuses it.
 struct Route {
     std::uint64_t epoch = 0;  // of the dispatch that exchanged the counts
+    std::uint64_t view = 0;   // in which that was
     Routing home;
     std::vector<std::int64_t> place;    // [destinations]: this rank's first row at the owner
     std::vector<Received> received;     // [ranks][groups]

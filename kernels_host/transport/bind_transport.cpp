@@ -40,11 +40,23 @@ void raise_peer_timeout(const PeerTimeoutError& e) {
     }
 }
 
+void raise_masked(const MaskedError& e) {
+    try {
+        py::object cls = py::module_::import("hal.errors").attr("RankMasked");
+        py::object error = cls(e.rank, e.by);
+        PyErr_SetObject(cls.ptr(), error.ptr());
+    } catch (py::error_already_set& interrupt) {
+        interrupt.restore();
+    }
+}
+
 void translate(std::exception_ptr pointer) {
     try {
         if (pointer) std::rethrow_exception(pointer);
     } catch (const PeerTimeoutError& e) {
         raise_peer_timeout(e);
+    } catch (const MaskedError& e) {
+        raise_masked(e);
     } catch (const ContractViolation& e) {
         raise_in_hal_errors("ContractError", e.what());
     } catch (const UnusableError& e) {
@@ -117,7 +129,20 @@ void bind_shm(py::module_& m) {
                 return t.window(window)->segments[static_cast<std::size_t>(t.rank())];
             },
             "window"_a, "This rank's part.")
-        .def("find_fault", &ShmTransport::find_fault, "source"_a)
+        .def(
+            "find_fault",
+            [](ShmTransport& t, int source, const std::optional<Members>& members) {
+                return t.find_fault(source, members ? &*members : nullptr);
+            },
+            "source"_a, "members"_a = std::nullopt)
+        .def("root_of_stall", &ShmTransport::root_of_stall, "source"_a)
+        .def("mask_lost_ranks", &ShmTransport::mask_lost_ranks)
+        .def("newest_view", &ShmTransport::newest_view)
+        .def("leave_out", &ShmTransport::leave_out, "view"_a, "suspect"_a)
+        .def("has_ended", &ShmTransport::has_ended, "peer"_a)
+        .def("peer_word", &ShmTransport::peer_word, "window"_a, "peer"_a, "offset"_a)
+        .def("announce", &ShmTransport::announce, "source"_a, "stage"_a)
+        .def("announce_nothing", &ShmTransport::announce_nothing)
         .def("publish_closed", &ShmTransport::publish_closed)
         .def("publish_failed", &ShmTransport::publish_failed, "fault_rank"_a, "reason"_a);
 }
@@ -139,7 +164,8 @@ AnyFabric make_any_fabric(const py::object& transport, int window, double timeou
 
 void bind_fabrics(py::module_& m) {
     py::class_<ShmFabric>(m, "ShmFabric", "One window of a ShmTransport, as kernels see it.")
-        .def(py::init<ShmTransport&, int, double>(), "transport"_a, "window"_a, "timeout"_a, py::keep_alive<1, 2>())
+        .def(py::init<ShmTransport&, int, double, std::optional<Members>>(), "transport"_a, "window"_a, "timeout"_a,
+             "members"_a = std::nullopt, py::keep_alive<1, 2>())
         .def_property_readonly("size", &ShmFabric::size);
     py::class_<AnyFabric>(m, "AnyFabric", "One window of any Transport, as kernels see it.")
         .def(py::init(&make_any_fabric), "transport"_a, "window"_a, "timeout"_a, py::keep_alive<1, 2>())

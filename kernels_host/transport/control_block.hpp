@@ -41,6 +41,13 @@ enum class RankState : std::uint32_t { running = 0, closed = 1, failed = 2 };
 
 inline constexpr int kNotWaiting = -2, kWaitingForAny = -1;
 
+// The views of who is left (hal/members.hpp), kept in rank 0's block: its memory outlives it, since every rank maps it.
+// Whoever first writes a view decides it, so a decision needs nobody's answer and stands whoever dies next.
+struct ViewBoard {
+    std::array<std::atomic<std::uint64_t>, 64> lost;        // of view v; 0 = not decided. View 0 has no entry
+    std::array<std::atomic<std::int32_t>, 64> by_plus_one;  // who decided it; for messages
+};
+
 struct ControlBlock {
     // Written last (release) when a rank ends well or badly; `fault_rank` and `reason` are valid once it is `failed`.
     std::atomic<RankState> state;
@@ -57,6 +64,8 @@ struct ControlBlock {
     // the other, and no wake-up is lost.
     alignas(64) std::atomic<std::uint32_t> bell;
     std::atomic<std::uint32_t> sleepers;
+
+    alignas(64) ViewBoard views;  // rank 0's is in use
 
     int waiting_for() const { return waiting_for_plus_2.load(std::memory_order_acquire) - 2; }
     void set_waiting_for(int rank) { waiting_for_plus_2.store(rank + 2, std::memory_order_release); }

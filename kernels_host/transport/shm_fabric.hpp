@@ -3,6 +3,7 @@
 #pragma once
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -12,10 +13,11 @@ namespace hal {
 
 class ShmFabric {
   public:
-    // `timeout` in seconds bounds every wait. The window stays mapped while the fabric lives.
-    ShmFabric(ShmTransport& transport, int window, double timeout)
-        : transport_(&transport), window_(transport.window(window)), timeout_(timeout) {
-        for (const auto& segment : window_->segments) bases_.push_back(segment->data());
+    // `timeout` in seconds bounds every wait. The window stays mapped while the fabric lives. With `members` a wait that
+    // fails leaves the communicator usable, and one ends when a later view is decided.
+    ShmFabric(ShmTransport& transport, int window, double timeout, std::optional<Members> members = std::nullopt)
+        : transport_(&transport), window_(transport.window(window)), timeout_(timeout), members_(members) {
+        for (const auto& segment : window_->segments) bases_.push_back(segment ? segment->data() : nullptr);
         own_ = bases_[static_cast<std::size_t>(transport.rank())];
     }
 
@@ -35,7 +37,8 @@ class ShmFabric {
         transport_->ring(peer);
     }
     std::uint64_t wait(std::size_t slot_offset, std::uint64_t at_least, int source, int queue, const char* stage) {
-        return transport_->await(own_ + slot_offset, at_least, source, queue, stage, timeout_);
+        return transport_->await(own_ + slot_offset, at_least, source, queue, stage, timeout_,
+                                 members_ ? &*members_ : nullptr);
     }
     void quiet(int, int, QuietScope scope) {
         // A memcpy has read its source when it returns; visibility at the target needs the fence.
@@ -50,6 +53,7 @@ class ShmFabric {
     std::vector<std::byte*> bases_;
     std::byte* own_;
     double timeout_;
+    std::optional<Members> members_;
 };
 
 }  // namespace hal

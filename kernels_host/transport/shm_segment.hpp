@@ -28,7 +28,7 @@ class ShmSegment {
     std::size_t nbytes_ = 0, mapped_ = 0;
 };
 
-// One symmetric window: every rank's segment, by rank.
+// One symmetric window: every rank's segment, by rank; none for a rank that was lost before the window was made.
 struct ShmWindow {
     std::vector<std::shared_ptr<ShmSegment>> segments;
     std::size_t nbytes = 0;

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <climits>
 #include <set>
@@ -22,6 +23,8 @@ using Clock = std::chrono::steady_clock;
 
 // How long a waiter sleeps before it looks for dead peers: what "at once" means.
 constexpr auto kFaultInterval = std::chrono::milliseconds(5);
+// With masking, a longer turn than this counts as this long: a rank that was itself stopped does not accuse the others of it.
+constexpr double kLongestTurn = 0.1;
 constexpr int kInterruptTurns = 10;  // fault intervals between two looks for Ctrl-C
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -55,7 +58,7 @@ int ShmTransport::map(const std::vector<int>& fds, std::size_t nbytes) {
         throw ContractViolation("a window needs one segment for each rank");
     auto window = std::make_shared<ShmWindow>();
     window->nbytes = nbytes;
-    for (const int fd : fds) window->segments.push_back(std::make_shared<ShmSegment>(fd, nbytes));
+    for (const int fd : fds) window->segments.push_back(fd < 0 ? nullptr : std::make_shared<ShmSegment>(fd, nbytes));
     if (windows_.empty()) {
         if (nbytes < sizeof(ControlBlock)) throw ContractViolation("the control window is too small");
         for (const auto& segment : window->segments)
@@ -86,7 +89,9 @@ std::byte* checked(const ShmWindow& window, int peer, std::size_t offset, std::s
     if (nbytes > window.nbytes || offset > window.nbytes - nbytes)
         throw ContractViolation("bytes " + std::to_string(offset) + " to " + std::to_string(offset + nbytes) +
                                 " are not within a window of " + std::to_string(window.nbytes) + " bytes");
-    return window.segments[static_cast<std::size_t>(peer)]->data() + offset;
+    const auto& segment = window.segments[static_cast<std::size_t>(peer)];
+    if (!segment) throw ContractViolation("rank " + std::to_string(peer) + " was lost before this window was made");
+    return segment->data() + offset;
 }
 
 std::byte* checked_slot(const ShmWindow& window, int peer, std::size_t offset) {
@@ -112,7 +117,23 @@ void ShmTransport::signal(int id, int, int peer, std::size_t slot_offset, std::u
 std::uint64_t ShmTransport::wait(int id, std::size_t slot_offset, std::uint64_t at_least, int source, int queue,
                                  const std::string& stage, double timeout) {
     const auto held = window(id);  // another thread may free the window meanwhile
-    return await(checked_slot(*held, rank(), slot_offset), at_least, source, queue, stage.c_str(), timeout);
+    const std::byte* slot = checked_slot(*held, rank(), slot_offset);
+    if (!masking_) return await(slot, at_least, source, queue, stage.c_str(), timeout, nullptr);
+    // Here a rank that is lost matters only if it is the one that is waited for.
+    const auto start = Clock::now();
+    while (true) {
+        const Members members = newest_view();
+        require_member(members);
+        const std::uint64_t seen = shm_load(slot);
+        if (source >= 0 && is_lost(members, source) && seen < at_least)
+            throw PeerTimeoutError(source, stage, queue, at_least, seen, seconds_since(start), "it is masked");
+        try {
+            return await(slot, at_least, source, queue, stage.c_str(), timeout - seconds_since(start), &members);
+        } catch (const PeerTimeoutError&) {
+            const Members later = newest_view();
+            if (later.view == members.view || source < 0 || is_lost(later, source)) throw;
+        }
+    }
 }
 
 void ShmTransport::quiet(int, int, QuietScope scope) {
@@ -139,19 +160,26 @@ void ShmTransport::publish_failed(int fault_rank, const std::string& reason) {
     publish(RankState::failed, fault_rank, reason);
 }
 
-std::optional<std::pair<int, std::string>> ShmTransport::find_fault(int source) {
+// A rank publishes its end before it closes its links, so they are looked at before its state is.
+std::vector<bool> ShmTransport::gone_links() const {
     std::vector<pollfd> polls;
     for (const int link : links_) polls.push_back({link, POLLRDHUP, 0});  // poll skips negative descriptors
-    if (poll(polls.data(), polls.size(), 0) < 0) return std::nullopt;
+    std::vector<bool> gone(links_.size());
+    if (poll(polls.data(), polls.size(), 0) < 0) return gone;
+    for (std::size_t p = 0; p < polls.size(); ++p) gone[p] = (polls[p].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+    return gone;
+}
+
+std::optional<std::pair<int, std::string>> ShmTransport::find_fault(int source, const Members* members) {
+    const std::vector<bool> gone_links_now = gone_links();
     std::optional<std::pair<int, std::string>> dead;
     for (int peer = 0; peer < world_size(); ++peer) {
-        if (peer == rank()) continue;
+        if (peer == rank() || (members && is_lost(*members, peer))) continue;
         const ControlBlock& block = *controls_[static_cast<std::size_t>(peer)];
-        // The link is read first: a rank publishes its end before it closes the link.
-        const bool gone = (polls[static_cast<std::size_t>(peer)].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+        const bool gone = gone_links_now[static_cast<std::size_t>(peer)];
         const RankState state = block.state.load(std::memory_order_acquire);
         if (state == RankState::failed) {
-            const int root = block.fault_rank.load(std::memory_order_relaxed);
+            const int root = members ? peer : block.fault_rank.load(std::memory_order_relaxed);
             if (root == rank()) return {{peer, "gave up on this rank: " + block.reason.load()}};
             return {{root, block.reason.load()}};
         }
@@ -197,8 +225,67 @@ std::pair<int, std::string> ShmTransport::root_of_stall(int source) const {
     return {root, "no answer: " + through.substr(0, through.size() - 2)};
 }
 
+// --- masking
+
+Members ShmTransport::newest_view() const {
+    Members members;
+    const auto& lost = views().lost;
+    while (members.view + 1 < lost.size()) {
+        const std::uint64_t next = lost[members.view + 1].load(std::memory_order_acquire);
+        if (next == 0) break;
+        members = {members.view + 1, next};
+    }
+    return members;
+}
+
+void ShmTransport::require_member(const Members& view) {
+    if (!is_lost(view, rank())) return;
+    set_failed();
+    std::uint64_t first = view.view;  // the view that left this rank out
+    while (first > 1 && (views().lost[first - 1].load(std::memory_order_acquire) & rank_bit(rank()))) --first;
+    throw MaskedError(rank(), views().by_plus_one[first].load(std::memory_order_acquire) - 1);
+}
+
+std::uint64_t ShmTransport::ended_ranks() const {
+    const std::vector<bool> gone = gone_links();
+    std::uint64_t ended = 0;
+    for (int peer = 0; peer < world_size(); ++peer) {
+        if (peer == rank()) continue;
+        const RankState state = controls_[static_cast<std::size_t>(peer)]->state.load(std::memory_order_acquire);
+        if (gone[static_cast<std::size_t>(peer)] || state != RankState::running) ended |= rank_bit(peer);
+    }
+    return ended;
+}
+
+Members ShmTransport::leave_out(std::uint64_t view, int suspect) {
+    Members now = newest_view();
+    if (now.view <= view) {
+        std::uint64_t lost = now.lost | ended_ranks();
+        if (suspect >= 0) lost |= rank_bit(suspect);
+        lost &= ~rank_bit(rank());
+        if (lost != now.lost) {
+            std::uint64_t undecided = 0;
+            if (views().lost[now.view + 1].compare_exchange_strong(undecided, lost, std::memory_order_seq_cst))
+                views().by_plus_one[now.view + 1].store(rank() + 1, std::memory_order_release);
+            for (ControlBlock* block : controls_) wake(*block);  // waits of the old view end
+        }
+        now = newest_view();
+    }
+    require_member(now);
+    return now;
+}
+
+std::uint64_t ShmTransport::peer_word(int id, int peer, std::size_t offset) const {
+    return shm_load(checked_slot(*window(id), peer, offset));
+}
+
+void ShmTransport::announce(int source, const std::string& stage) {
+    own().stage.store(stage);
+    own().set_waiting_for(source);
+}
+
 std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t at_least, int source, int queue,
-                                           const char* stage, double timeout) {
+                                           const char* stage, double timeout, const Members* members) {
     require_usable();
     // Says what this rank waits for, and counts it as a sleeper, for as long as it is in here.
     struct Announcement {
@@ -215,10 +302,14 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
     } announcement(own(), source, stage);
 
     const auto start = Clock::now();
+    auto before = start;
+    double waited = 0;
     const auto fail = [&](std::pair<int, std::string> fault) -> PeerTimeoutError {
         check_interrupts();  // a Ctrl-C for all ranks is no peer's fault
-        set_failed();
-        publish_failed(fault.first, fault.second);
+        if (!members) {
+            set_failed();
+            publish_failed(fault.first, fault.second);
+        }
         return {fault.first, stage, queue, at_least, shm_load(slot), seconds_since(start), fault.second};
     };
     auto next_fault_check = start + std::chrono::milliseconds(1);
@@ -231,16 +322,26 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
 
         if (now >= next_fault_check) {
             next_fault_check = now + kFaultInterval;
-            const auto fault = find_fault(source);
+            const Members latest = members ? newest_view() : Members{};
+            auto fault = find_fault(source, members);
             seen = shm_load(slot);  // it may have signalled before it ended
             if (seen >= at_least) return seen;
+            if (members && latest.view > members->view) {
+                require_member(latest);
+                const std::uint64_t newly = latest.lost & ~members->lost;
+                fault = {std::countr_zero(newly), "the others go on without it"};
+            }
             if (fault) throw fail(*fault);
         }
-        const double left = timeout - std::chrono::duration<double>(now - start).count();
+        const double turn_seconds = std::chrono::duration<double>(now - before).count();
+        waited += members ? std::min(turn_seconds, kLongestTurn) : turn_seconds;
+        before = now;
+        const double left = timeout - waited;
         if (left <= 0) {
             // In this order: a relay whose own time was up just now publishes its fault before it stops to wait.
-            const auto root = root_of_stall(source);
-            throw fail(find_fault(source).value_or(root));
+            auto root = root_of_stall(source);
+            if (members && is_lost(*members, root.first)) root = {source, "no answer"};
+            throw fail(find_fault(source, members).value_or(root));
         }
         if (turn % kInterruptTurns == kInterruptTurns - 1) check_interrupts();
         const auto limit =

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "hal/members.hpp"
 #include "transport/control_block.hpp"
 #include "transport/shm_segment.hpp"
 #include "transport/transport.hpp"
@@ -59,7 +60,7 @@ class ShmTransport : public Transport {
     // is how a peer's death is noticed.
     ShmTransport(int rank, int world_size, int queues, std::vector<int> links);
 
-    // Windows. `fds[r]` is rank r's segment; descriptors stay the caller's. The first window mapped is the control window
+    // Windows. `fds[r]` is rank r's segment (-1: none, the rank is lost); descriptors stay the caller's. The first window mapped is the control window
     // (one ControlBlock for each rank); waits and signals need it.
     int map(const std::vector<int>& fds, std::size_t nbytes);
     void unmap(int window);
@@ -78,29 +79,50 @@ class ShmTransport : public Transport {
         ControlBlock& block = *controls_[static_cast<std::size_t>(peer)];
         if (block.sleepers.load(std::memory_order_seq_cst) != 0) wake(block);
     }
-    // Spins briefly, then sleeps until the slot reaches `at_least`, a peer is found dead, or the time is up.
+    // Spins briefly, then sleeps until the slot reaches `at_least`, a peer is found dead, or the time is up. With `members`,
+    // lost ranks no longer count, a failed wait stays between this rank and its caller, and a later view ends the wait.
     std::uint64_t await(const std::byte* slot, std::uint64_t at_least, int source, int queue, const char* stage,
-                        double timeout) {
+                        double timeout, const Members* members) {
         for (int spin = 0; spin < spins_; ++spin) {
             const std::uint64_t seen = shm_load(slot);
             if (seen >= at_least) return seen;
             cpu_pause();
         }
-        return await_sleeping(slot, at_least, source, queue, stage, timeout);
+        return await_sleeping(slot, at_least, source, queue, stage, timeout, members);
     }
 
     // Tells the peers: this rank ended well, or badly and through whose fault. The first word stands.
     void publish_closed();
     void publish_failed(int fault_rank, const std::string& reason);
 
-    // The dead, failed or (if it is `source`) closed rank that ends every wait now, if any.
-    std::optional<std::pair<int, std::string>> find_fault(int source);
+    // The dead, failed or (if it is `source`) closed rank that ends every wait now, if any; `members` as in await.
+    std::optional<std::pair<int, std::string>> find_fault(int source, const Members* members = nullptr);
     // The rank at the end of the chain of waits that begins at `source`, and why.
     std::pair<int, std::string> root_of_stall(int source) const;
 
+    // Masking (on_peer_loss = mask). Once switched on, the communicator's own waits survive a lost rank too.
+    void mask_lost_ranks() { masking_ = true; }
+    // The newest view that was decided.
+    Members newest_view() const;
+    // Who is left after `view` in which `suspect` (-1 = nobody in particular) did not answer: a later view if there is one,
+    // else the one that this call decides, without the suspect and without all that have ended. The same view if nobody is
+    // to blame. Throws MaskedError if this rank is the one that the others left out.
+    Members leave_out(std::uint64_t view, int suspect);
+    void require_member(const Members& view);
+    // The word at `offset` of a peer's part of a window; a rank that has ended writes it no more.
+    std::uint64_t peer_word(int window, int peer, std::size_t offset) const;
+    bool has_ended(int peer) const { return (ended_ranks() & rank_bit(peer)) != 0; }
+    // Says what this rank waits for, outside of await.
+    void announce(int source, const std::string& stage);
+    void announce_nothing() { own().set_waiting_for(kNotWaiting); }
+
   private:
     std::uint64_t await_sleeping(const std::byte* slot, std::uint64_t at_least, int source, int queue,
-                                 const char* stage, double timeout);
+                                 const char* stage, double timeout, const Members* members);
+    // Links whose other end is gone, by rank.
+    std::vector<bool> gone_links() const;
+    std::uint64_t ended_ranks() const;
+    ViewBoard& views() const { return controls_[0]->views; }
     std::pair<int, std::string> root_among_all() const;
     void publish(RankState state, int fault_rank, const std::string& reason);
     static void wake(ControlBlock& block);
@@ -108,6 +130,7 @@ class ShmTransport : public Transport {
 
     std::vector<int> links_;
     int spins_;
+    bool masking_ = false;
     std::vector<std::shared_ptr<ShmWindow>> windows_;
     std::vector<ControlBlock*> controls_;
 };

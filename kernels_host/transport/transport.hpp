@@ -19,6 +19,12 @@ struct UnusableError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Thrown on a rank that the others have masked; becomes hal.errors.RankMasked.
+struct MaskedError : std::runtime_error {
+    int rank, by;
+    MaskedError(int rank_, int by_) : std::runtime_error("this rank is masked"), rank(rank_), by(by_) {}
+};
+
 // A window is named by the id that the transport's `allocate` returned. All offsets are bytes.
 class Transport {
   public:

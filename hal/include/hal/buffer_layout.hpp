@@ -52,6 +52,7 @@ enum class Sig : std::uint8_t {
     gather,  // [ranks]: a node member's rows are in the gather area
     home,    // [ranks]: rows are back home
     credit,  // [ranks]: the last combine round that rank has finished
+    agreed,  // [ranks]: how many rounds that rank holds all rows of; at the own index: how many have ended here
     end,
 };
 
@@ -64,7 +65,8 @@ struct BufferLayout {
 
     HAL_FN static std::uint64_t slots_before(const EpShape& s, Sig kind) {
         const std::uint64_t r = std::uint64_t(s.ranks), b = std::uint64_t(s.num_buffers);
-        const std::uint64_t staged = 2 * b * r, n[] = {2 * r, staged, staged, staged, staged, staged, staged, r};
+        const std::uint64_t staged = 2 * b * r, agreed = s.agreed ? r : 0,
+                            n[] = {2 * r, staged, staged, staged, staged, staged, staged, r, agreed};
         std::uint64_t sum = 0;
         for (int i = 0; i < int(kind); ++i) sum += n[i];
         return sum;

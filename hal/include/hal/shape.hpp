@@ -32,6 +32,7 @@ struct EpShape {
     Layout layout = Layout::rank;
     Schedule schedule = Schedule::direct;
     Completion completion = Completion::strong_signal;
+    bool agreed = false;  // a round ends with every rank's word that it holds all rows (on_peer_loss = mask)
 };
 
 HAL_FN std::int64_t align_up(std::int64_t n, std::int64_t a) { return (n + a - 1) / a * a; }
