@@ -27,7 +27,8 @@ def build() -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for command in (["cmake", "-S", str(SOURCES), "-B", str(BUILD), "-DHAL_WERROR=ON"], ["cmake", "--build", str(BUILD), "-j", "2"]):
+        configure = ["cmake", "-S", str(SOURCES), "-B", str(BUILD), "-DHAL_WERROR=ON"]
+        for command in (configure, ["cmake", "--build", str(BUILD), "-j", "2"]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
     return BUILD

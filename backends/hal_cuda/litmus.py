@@ -203,7 +203,7 @@ class _Play:
             run = self._described(device["ops"], len(ops), device["results"])
             ep = native.Ep(
                 device=session.device, rank=session.rank, error=session.faults.address,
-                abort=session.abort_word(session.rank), timeout_ns=int(session.config.timeout * 1e9),
+                abort=session.abort_words, timeout_ns=int(session.config.timeout * 1e9),
             )  # fmt: skip
             gin = getattr(session, "gin", None) or native.Gin()  # of NVLink alone: none
             library.play(ctypes.byref(ep), ctypes.byref(gin), ctypes.byref(run), session.stream)

@@ -14,7 +14,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hal_cuda import SPEC
-from hal_cuda.facts import write_record
 from hal_cuda.probe import gpus
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
