@@ -12,6 +12,7 @@ from typing import Any
 import hosts_rounds
 import pytest
 from cuda_hosts_mutations import DEFECTS, NETWORK_MUTATIONS, SEEDS, Defect
+from hal_cuda import native
 from hal_cuda.crossing import CHANNELS, crossing
 from hal_cuda.layout import buffer_parts, layout
 from hosts_rounds import Absence, a_case
@@ -111,10 +112,13 @@ def test_a_rank_that_stays_away_from_a_combine_is_named(schedule):
 
 
 def test_a_card_that_stands_still_is_noticed(monkeypatch):
-    """Rank 1's rows never leave its card: its rail peer waits for them, with the queue and both numbers."""
-    monkeypatch.setenv("HAL_SWNIC_FAULTS", "stall=1000s:after=6")
-    with pytest.raises(hal.PeerTimeout, match=r"stage '(dispatch|combine)"):
-        run(hosts_rounds.plain_rounds, a_case("hierarchical", "rank", (2, 2)), [0, 1, 2], timeout=2.0)
+    """Rank 1's card stops after some operations to rank 0, which says what it waited for and how far that had come."""
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "1>0: stall=forever@12")
+    with pytest.raises(hal.PeerTimeout) as told:
+        run(hosts_rounds.plain_rounds, a_case("hierarchical", "rank", (2, 2)), [0, 1, 2, 3, 4], timeout=2.0)
+    assert told.value.rank in (0, 1)
+    assert told.value.stage in native.STAGES
+    assert told.value.seen < told.value.expected
 
 
 # --- planted defects -----------------------------------------------------------------------------------------------------
