@@ -322,7 +322,7 @@ comm.close()
     outcome = run_ranks(3, script, str(tmp_path), timeout=100)
     assert outcome.status == 0, outcome
     assert "told: rank 1 was masked by rank" in outcome.text(1), outcome
-    masks = judge(spec_of(3, **settings), 3, Record.read(tmp_path))
+    masks = judge(spec_of(3, **settings), 3, Record.read(tmp_path), slow=[1])
     assert masks[-1] == ((1,), (1,))
     assert len(masks) >= 16
 
