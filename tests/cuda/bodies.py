@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from typing import Any
 
@@ -210,6 +211,23 @@ def timeouts(comm: hal.Communicator) -> str:
     assert time.monotonic() - start < 3.0
     assert told.value.rank == 1
     return str(told.value)
+
+
+def killed(comm: hal.Communicator) -> None:
+    """Rank 1's process ends while rank 0's kernel waits for it; rank 0 must be told at once."""
+    ep = comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, timeout=60.0)
+    x = torch.zeros(4, 64, dtype=torch.bfloat16, device=f"cuda:{comm.rank}")
+    idx = torch.tensor([[0, 5]] * 4, device=f"cuda:{comm.rank}")
+    ep.dispatch(x, idx)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(1.0)
+        os._exit(9)
+    start = time.monotonic()
+    with pytest.raises(hal.PeerTimeout, match="its process died") as told:
+        ep.dispatch(x, idx)
+    assert time.monotonic() - start < 4.0
+    assert told.value.rank == 1
 
 
 def refusals(comm: hal.Communicator) -> None:

@@ -48,6 +48,13 @@ def test_a_missing_peer_is_named_in_time(pair):
     assert "dispatch" in told[0]
 
 
+def test_a_killed_peer_is_named_at_once(pair):
+    with pytest.raises(AssertionError, match="the process ended") as told:
+        pair.run("killed")
+    pair.close()
+    assert "rank 0" not in str(told.value)  # which found everything as it should be
+
+
 def test_size_of_the_window(pair):
     from hal_cuda.layout import payload_bytes
 
