@@ -31,8 +31,12 @@ def test_the_shipped_kernels_hold(schedule: str, nodes: int, layout: str) -> Non
     assert report.steps >= 4 * 2 * 14
 
 
+# A relaxed acquire shows only when processors run the ranks in a certain order; tests/test_cuda_emulator.py has rounds for it.
+CAUGHT_EVERYWHERE = [name for name in MUTATIONS if name not in ("none", "acquire_is_relaxed")]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mutation", MUTATIONS[1:])
+@pytest.mark.parametrize("mutation", CAUGHT_EVERYWHERE)
 def test_a_planted_defect_is_found(mutation: str) -> None:
     seeds = range(8)
     findings = check(SPEC, seeds=seeds, mutation=mutation).findings
