@@ -282,7 +282,7 @@ GIN = OrderingProfile(
     promoted={**_NO_NONE, "signal.weak": "signal.strong", "signal.bundled": "signal.strong"},
     built={
         "put.strong": "quiet(remote) of the (peer, queue), then a relaxed put",
-        "quiet.remote": "a strong signal and the peer's acknowledgement",
+        "quiet.remote": "a strong signal on a word of HAL's at the peer, read back until it is there",
     },
     costs=_costs(
         put_relaxed=Cost.MESSAGE, put_strong=Cost.ROUND_TRIP, signal_bundled=Cost.FREE, signal_strong=Cost.MESSAGE,
@@ -307,7 +307,10 @@ GIN_WEAK = OrderingProfile(
     title="NCCL GIN with weak signals only",
     precedes=_STRONG_ONLY,
     promoted=_NO_NONE,
-    built={**_STRONG_BY_QUIET, "quiet.remote": "a put with a bundled signal for each put, acknowledged by the peer"},
+    built={
+        **_STRONG_BY_QUIET,
+        "quiet.remote": "a bundled signal with each put, counted at the peer, and the count read back",
+    },
     costs=_costs(
         put_relaxed=Cost.MESSAGE, put_strong=Cost.ROUND_TRIP, signal_bundled=Cost.FREE, signal_weak=Cost.MESSAGE,
         signal_strong=Cost.ROUND_TRIP, quiet_source=Cost.DRAIN, quiet_remote=Cost.ROUND_TRIP, barrier=Cost.ROUND_TRIP,

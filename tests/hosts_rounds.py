@@ -137,6 +137,14 @@ def every_form(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> Non
             one_round(layer, case, seed, handle, halves=True)
 
 
+def plain_rounds(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> None:
+    """Dispatch and combine of each seed's batch, one after the other."""
+    layer = layer_of(comm, case)
+    for seed in seeds:
+        one_round(layer, case, seed)
+    layer.ep.close()
+
+
 def skewed_ranks(comm: hal.Communicator, case: HostsCase, seeds: list[int], rounds: int) -> None:
     """Rounds one after the other, ranks late at random; handles of earlier rounds are used again."""
     layer = layer_of(comm, case)

@@ -265,7 +265,7 @@ class Windows:
         for rank in range(ranks):
             links = [-1 if p == rank else self._sockets[rank, p].fileno() for p in range(ranks)]
             numbers = (c_int * ranks)(*links)
-            arguments = (numbers, ranks, rank, nodes, rank, 20.0)
+            arguments = (numbers, ranks, rank, nodes, DEVICE, 20.0)
             self.comms.append(int(library.value("emulator_create", c_void_p, *arguments)))
         threads = [
             threading.Thread(target=library.window_create, args=(comm, nbytes, byref(record)))

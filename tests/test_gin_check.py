@@ -11,7 +11,7 @@ from hal_cuda import gin_check
 from hal_cuda.gin_check import HOLD, MAY_FAIL, Outcome
 
 import hal
-from hal.errors import ContractError
+from hal.errors import ContractError, PeerTimeout
 
 SEEDS = range(1, 5)
 WORDS = 3 * 4 * 2048 // 8  # rounds, rows, words of a row: from each rank of other domains
@@ -72,6 +72,25 @@ def test_a_card_without_faults_delivers_in_order(monkeypatch: pytest.MonkeyPatch
 def test_signals_before_their_data_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_SWNIC_FAULTS", "delay=5ms,early_signal")
     assert sum(told[name].bad for told in outcomes((name,))) > 0
+
+
+def test_more_posts_than_a_queue_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After kRoom posts the kernel makes sure that the earlier ones have left; if they do not, it says so in time."""
+    rows = 300
+    for told in outcomes(("strong word", "source after flush"), rows=rows, row_bytes=64):
+        assert {outcome.bad for outcome in told.values()} == {0}
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", "0>1/0: stall=forever")
+
+    def body(comm: hal.Communicator) -> tuple[Any, ...]:
+        session: Any = comm._session
+        try:
+            gin_check.check(session, "strong word", rounds=1, rows=rows, row_bytes=64)
+        except PeerTimeout as error:
+            return error.rank, error.queue, error.stage, error.seen
+        return ()
+
+    settings: dict[str, Any] = {"backend": "cuda", "transport": "gin_emulated", "topology": {"nodes": 2}}
+    assert hal.spawn(2, body, timeout=1.5, **settings)[0][:3] == (1, 0, "arrival at the peer")
 
 
 def test_checks_are_known_by_name() -> None:

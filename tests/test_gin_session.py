@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gin_bodies as bodies
@@ -54,7 +56,12 @@ def test_signals_before_their_data_are_caught(monkeypatch: pytest.MonkeyPatch) -
     assert sum(run(bodies.ring, 2, ranks=2)) > 0
 
 
-def test_puts_longer_than_the_outbox_and_more_than_a_queue_takes() -> None:
+LARGE = "reorder=250us,split=64K,publish=40us,source_early,read=40us"
+"""The default, but for pieces that suit megabytes."""
+
+
+def test_puts_longer_than_the_outbox_and_more_than_a_queue_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", LARGE)
     assert run(bodies.large_puts, ranks=2) == [True, True]
 
 
@@ -71,6 +78,22 @@ def test_processes(run_ranks: Callable[..., Any]) -> None:
     )
     outcome = run_ranks(4, script, nodes=2, timeout=2 * TIMEOUT)
     assert (outcome.status, outcome.lines) == (0, {rank: ["torn 0"] for rank in range(4)})
+
+
+def test_the_program_that_checks_gpus(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What check_on_gpus.py runs on GPUs, here on emulated ones."""
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", LARGE)
+    source = Path(bodies.__file__)
+    script = (
+        f"import runpy, sys\nsys.argv[1:] = ['gin_emulated']\nrunpy.run_path({str(source)!r}, run_name='__main__')\n"
+    )
+    outcome = run_ranks(2, script, nodes=2, timeout=2 * TIMEOUT)
+    assert outcome.status == 0, outcome.lines
+    for rank in range(2):
+        told = json.loads(outcome.text(rank))
+        assert (told["rank"], told["profile"], told["wrong"]) == (rank, "gin", [])
+        assert {bad for bad, _ in told["hold"].values()} == {0}
+        assert all(checked > 0 for _, checked in [*told["hold"].values(), *told["may_fail"].values()])
 
 
 def test_the_profile_is_the_cards(signals: str) -> None:
@@ -145,7 +168,7 @@ def test_rail_connections(run_ranks: Callable[..., Any], monkeypatch: pytest.Mon
         "    for generation in range(1, 4):\n"
         "        comm.queue(1).put(window, 0, bytes([generation] * 64), gin_bodies.across(comm))\n"
         "        comm.barrier()\n"
-        "        print(set(gin_bodies.host(window.array)) == {generation})\n"
+        "        print(set(gin_bodies.host(window)) == {generation})\n"
         "        comm.barrier()\n"
     )
     outcome = card(run_ranks, monkeypatch, "rail", body)

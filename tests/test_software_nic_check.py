@@ -58,6 +58,19 @@ def test_lost_peer_must_be_named(check: ModuleType) -> None:
     assert "should die" in check.verdict(loss, outcome([0, 0]))
 
 
+def test_verdicts_of_words(check: ModuleType) -> None:
+    def result(bad: int = 0, checked: int = 8, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
+        return {"wrong": list(wrong), "hold": {"strong word": [bad, checked]}, "may_fail": {"flag": [9, 9]}}
+
+    words, control = check.Case("words", 2, 2, words=True), check.Case("control", 2, 2, words=True, expect="broken")
+    assert check.words_verdict(words, [result(), result()]) == "ok"
+    assert "strong word: 3 wrong words" in check.words_verdict(words, [result(), result(bad=3)])
+    assert "ring" in check.words_verdict(words, [result(), result(wrong=("ring",))])
+    assert "looked at nothing" in check.words_verdict(words, [result(), result(checked=0)])
+    assert "prove nothing" in check.words_verdict(control, [result(), result()])
+    assert check.words_verdict(control, [result(bad=1), result()]) == "ok"
+
+
 def test_cases_are_named_once_and_have_a_control_for_each_layout(check: ModuleType) -> None:
     cases = check.cases(seeds=3)
     assert len({case.name for case in cases}) == len(cases)

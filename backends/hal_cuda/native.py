@@ -153,6 +153,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "comm_create": (c_void_p, c_int, c_int, c_int, POINTER(c_void_p)),
     "emulator_create": (c_void_p, c_int, c_int, c_int, c_int, c_double, POINTER(c_void_p)),
     "emulator_mutate": (c_int,),
+    "emulator_mutate_network": (c_int,),
     "emulator_configure": (c_uint64, c_int),
     "emulator_limit": (c_double,),
     "comm_adopt": (c_void_p, c_int, POINTER(c_void_p)),

@@ -149,9 +149,10 @@ typedef struct hal_cuda_gin_properties {
 } hal_cuda_gin_properties;
 
 typedef struct hal_cuda_window {
-    uint64_t ptr, bytes;         /* this rank's part, as the frameworks see it */
-    uint64_t peers, peer_stride; /* LSA rank 0's part as kernels address it; LSA rank r's is r * peer_stride further on */
-    uint64_t handle;             /* ncclWindow_t */
+    uint64_t ptr, bytes; /* this rank's part, as the frameworks see it */
+    uint64_t peers,
+        peer_stride; /* LSA rank 0's part as kernels address it; LSA rank r's is r * peer_stride further on */
+    uint64_t handle; /* ncclWindow_t */
 } hal_cuda_window;
 
 /* One ordering word, run by the one-block interpreter kernel. hal_cuda_ops knows addresses only. In hal_cuda_gin_ops

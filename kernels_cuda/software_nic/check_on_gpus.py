@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the software NIC on real GPUs: an all-to-all of GIN kernels (tests/gin_alltoall.cu) between make-believe hosts.
+"""Checks the software NIC on real GPUs: an all-to-all of GIN kernels (tests/gin_alltoall.cu) between make-believe hosts, and
+HAL's own words and primitives over GIN (tests/gin_bodies.py of the project; its kernels are compiled on first use).
 
     python kernels_cuda/software_nic/check_on_gpus.py --nccl .venv/lib/python3.11/site-packages/nvidia/nccl
 
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -39,6 +41,8 @@ class Case:
     expect: str = "clean"
     """clean: every word right. broken: words must be wrong (the control). loss: rank 1 dies and the others say so."""
     settings: dict[str, str] = field(default_factory=dict)
+    words: bool = False
+    """HAL's words and primitives in place of the all-to-all; ``broken`` is then meant of promises that must hold."""
     rounds: int = 20
     pieces: int = 16
     nbytes: int = 1 << 18
@@ -76,7 +80,15 @@ def cases(seeds: int) -> list[Case]:
         Case("2x2 early signal (control)", 2, 4, expect="broken", settings=early, rounds=6),
         Case("2x1 rank 1 killed", 2, 2, expect="loss", settings={"FAULTS": "1>*: kill=@60"}),
     ]
-    return plain + seeded + faults
+    adversary = "reorder=300us,split=4K,publish=100us,source_early,read=100us,complete=50us"
+    words = [
+        Case(f"{hosts}x{ranks // hosts} words seed {seed}", hosts, ranks, words=True,
+             settings={"FAULTS": adversary, "SEED": str(seed)})
+        for hosts, ranks in ((2, 2), (2, 4))
+        for seed in range(min(seeds, 3))
+    ]  # fmt: skip
+    words.append(Case("2x1 words early signal (control)", 2, 2, words=True, expect="broken", settings=early))
+    return plain + seeded + faults + words
 
 
 def build_program(nccl: Path, folder: Path) -> Path:
@@ -100,7 +112,7 @@ def build_program(nccl: Path, folder: Path) -> Path:
 def run(case: Case, program: Path, nccl: Path, folder: Path, seconds: float) -> dict[str, Any]:
     """Start the ranks, wait for all (bounded), and gather what they printed."""
     plan = software_nic.plan(case.hosts, case.ranks)
-    identity = folder / f"id-{time.monotonic_ns()}"
+    identity, token = folder / f"id-{time.monotonic_ns()}", secrets.token_hex(32)
     library_path = os.pathsep.join(filter(None, [str(nccl / "lib"), os.environ.get("LD_LIBRARY_PATH")]))
     started = []
     for rank in range(case.ranks):
@@ -113,11 +125,13 @@ def run(case: Case, program: Path, nccl: Path, folder: Path, seconds: float) -> 
             | settings
             | plan.environment(rank)
         )
-        arguments = [rank, case.ranks, identity, case.rounds, case.pieces, case.nbytes]
+        arguments = [program, rank, case.ranks, identity, case.rounds, case.pieces, case.nbytes]
+        if case.words:
+            arguments = [sys.executable, HERE.parent.parent / "tests" / "gin_bodies.py", "gin"]
+            env |= {"HAL_NCCL_HOME": str(nccl), "HAL_RANK": str(rank), "HAL_WORLD_SIZE": str(case.ranks)}
+            env |= {"HAL_NODES": str(case.hosts), "HAL_TOKEN": token}
         log = (folder / f"{identity.name}-{rank}.log").open("w+")
-        started.append(
-            (subprocess.Popen([program, *map(str, arguments)], env=env, stdout=log, stderr=subprocess.STDOUT), log)
-        )
+        started.append((subprocess.Popen([*map(str, arguments)], env=env, stdout=log, stderr=subprocess.STDOUT), log))
     deadline = time.monotonic() + seconds
     codes, texts = [], []
     for process, log in started:
@@ -144,6 +158,8 @@ def verdict(case: Case, outcome: dict[str, Any]) -> str:
         return "ok" if re.search(r"rank 1 \(pid \d+\) has died", outcome["log"]) else "nobody named rank 1"
     if any(codes) or len(results) != case.ranks:
         return f"exit statuses {codes}, {len(results)} results"
+    if case.words:
+        return words_verdict(case, results)
     bad = sum(result["bad"] for result in results)
     expected = case.ranks * case.ranks * case.rounds * (case.nbytes // 4)
     if sum(result["checked"] for result in results) != expected:
@@ -151,6 +167,18 @@ def verdict(case: Case, outcome: dict[str, Any]) -> str:
     if case.expect == "broken":
         return "ok" if bad else "signals came before their data and nobody noticed: the checks prove nothing"
     return "ok" if bad == 0 else f"{bad} wrong words"
+
+
+def words_verdict(case: Case, results: list[dict[str, Any]]) -> str:
+    """'ok', or what went wrong, of ranks that ran tests/gin_bodies.py."""
+    wrong = sorted({name for result in results for name in result["wrong"]})
+    held = {name: sum(result["hold"][name][0] for result in results) for name in results[0]["hold"]}
+    broken = wrong + [f"{name}: {bad} wrong words" for name, bad in held.items() if bad]
+    if not all(result["hold"][name][1] for result in results for name in held):
+        return "some check looked at nothing"
+    if case.expect == "broken":
+        return "ok" if broken else "signals came before their data and nobody noticed: the checks prove nothing"
+    return ", ".join(broken) if broken else "ok"
 
 
 def main() -> int:
@@ -175,7 +203,7 @@ def main() -> int:
             began = time.monotonic()
             outcome = run(case, program, args.nccl.resolve(), Path(scratch), args.seconds)
             said = verdict(case, outcome)
-            slowest = max((result["us_per_round"] for result in outcome["results"]), default=float("nan"))
+            slowest = max((result.get("us_per_round", 0.0) for result in outcome["results"]), default=float("nan"))
             print(f"{case.name:32} {said:12} {slowest:10.1f} us/round {time.monotonic() - began:6.1f} s", flush=True)
             if said != "ok":
                 failures += 1

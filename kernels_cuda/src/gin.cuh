@@ -4,7 +4,7 @@
 // across queues or peers. Peers are world ranks.
 //
 //   put, put_value      relaxed: may pass and be passed, may arrive in pieces; the source is read at any time until flush
-//                       or quiet. Posting does not wait, except for room in the queue.
+//                       or quiet. Posting waits only for room: after kRoom posts to a peer the earlier ones must be there.
 //   put_signal          a put with its own signal
 //   signal              adds to a Word (8 aligned bytes in a window) or a Signal (an indexed one of this queue). Strong:
 //                       every earlier operation is at the peer before it, and so are this thread's earlier stores over
@@ -71,15 +71,20 @@ struct Words {
         return slot(slots + 1, queues, world);
     }
 };
-// This rank's counters: the word that ends flushes, then adds made to the peers' words of the first three kinds.
+// This rank's counters, for each (queue, peer), after the word that ends flushes: adds made to the peer's words of the
+// first three kinds; posts, those of them that have certainly left the queue, and who finds that out now.
 struct Counts {
-    __host__ __device__ static std::uint64_t offset(Words::Kind kind, int queue, int peer, int queues, int world) {
-        return sizeof(std::uint64_t) + Words::offset(kind, queue, peer, queues, world);
+    enum Kind { kArrived, kBarrier, kDomain, kPosted, kLeft, kBusy, kKinds };
+    __host__ __device__ static std::uint64_t offset(Kind kind, int queue, int peer, int queues, int world) {
+        return sizeof(std::uint64_t) * (1 + (static_cast<std::uint64_t>(kind) * queues + queue) * world + peer);
     }
     __host__ __device__ static std::uint64_t bytes(int queues, int world) {
-        return offset(Words::kRead, 0, 0, queues, world);
+        return offset(kKinds, 0, 0, queues, world);
     }
 };
+// Below the depth of any queue (a proxy's is 32 times what the network takes at once), since NCCL's own wait for room in
+// a queue has no limit: behind a network that stands still it would never end.
+constexpr std::int64_t kRoom = 128;
 
 class Queue {
   public:
@@ -93,25 +98,31 @@ class Queue {
     // With rail connections only ranks of the same lsa_rank can be named.
     __device__ bool reaches(int peer) const { return gin_.rail == 0 || peer % gin_.lsa_size == gin_.lsa_rank; }
 
-    // One thread each. `more` = this thread posts to the same (queue, peer) at once again, the last time without it: the
-    // network card is told of all of them together, if the transport can.
-    __device__ void put(int peer, Place to, Place from, std::uint64_t bytes, bool more = false) const {
+    // One thread each; false after a failed wait, and then nothing was posted. `more` = this thread posts to the same
+    // (queue, peer) at once again, the last time without it: the network card is told of all of them together, if the
+    // transport can.
+    __device__ bool put(int peer, Place to, Place from, std::uint64_t bytes, bool more = false) const {
+        if (!room(peer)) return false;
         if (has_strong())
             post_.put(peer, to, from, bytes, more);
         else
             post_.put(peer, to, from, bytes, arrived(), counted(peer), false, more);
+        return true;
     }
     // sizeof(T) of 1, 2, 4 or 8; naturally aligned at the peer. There is no source that must live on.
     template <class T>
-    __device__ void put_value(int peer, Place to, T value, bool more = false) const {
+    __device__ bool put_value(int peer, Place to, T value, bool more = false) const {
+        if (!room(peer)) return false;
         if (has_strong())
             post_.put_value(peer, to, value, more);
         else
             post_.put_value(peer, to, value, arrived(), counted(peer), more);
+        return true;
     }
-    // False if the transport has no strong signals and the quiet that stands in for them failed.
+    // Without strong signals on the transport a quiet stands in for them.
     template <class Target>
     __device__ bool signal(int peer, Target target, std::uint64_t add, Order order = Order::strong) const {
+        if (!room(peer)) return false;
         if (order == Order::weak) {
             post_.signal(peer, target, add, false);
             return true;
@@ -124,10 +135,9 @@ class Queue {
     template <class Target>
     __device__ bool put_signal(int peer, Place to, Place from, std::uint64_t bytes, Target target, std::uint64_t add,
                                Order order = Order::strong) const {
-        if (!has_strong()) {  // the put's one signal is taken: quiet counts arrivals with it
-            put(peer, to, from, bytes);
-            return signal(peer, target, add, Order::strong);
-        }
+        if (!has_strong())  // the put's one signal is taken: quiet counts arrivals with it
+            return put(peer, to, from, bytes) && signal(peer, target, add, Order::strong);
+        if (!room(peer)) return false;
         if (order == Order::strong) __threadfence_system();
         post_.put(peer, to, from, bytes, target, add, order == Order::strong, false);
         return true;
@@ -143,20 +153,21 @@ class Queue {
                 HAL_CUDA_STAGE_SOURCE, waits_for, 1, index_);
         });
     }
-    // One thread, and at any time only one for each (queue, peer).
+    // One thread.
     __device__ __noinline__ bool quiet(int peer) const {
-        std::uint64_t* count = sent(Words::kArrived, peer);
-        const std::uint64_t target = has_strong() ? *count + 1 : load_relaxed(count);
-        if (has_strong()) {
-            *count = target;
-            post_.signal(peer, arrived(), 1, true);
-        }
-        return read_back(peer, target);
+        unsigned long long* busy = count(Counts::kBusy, peer);
+        const bool mine = wait_until(
+            ep_, [&] { return static_cast<std::uint64_t>(atomicCAS(busy, 0ull, 1ull)); },
+            [](std::uint64_t v) { return v == 0; }, HAL_CUDA_STAGE_REMOTE, peer, 0, index_);
+        return mine && quiet_alone(peer);
     }
-
     // One thread. Reads from the peer's window into this rank's; the bytes are there when flush has returned. It is ordered
     // after nothing.
-    __device__ void get(int peer, Place from, Place to, std::uint64_t bytes) const { post_.get(peer, from, to, bytes); }
+    __device__ bool get(int peer, Place from, Place to, std::uint64_t bytes) const {
+        if (!room(peer)) return false;
+        post_.get(peer, from, to, bytes);
+        return true;
+    }
 
     __device__ std::uint64_t read(Signal signal) const { return post_.read(signal); }
     __device__ std::uint64_t read(const std::uint64_t* word) const { return load_acquire(word); }
@@ -183,13 +194,50 @@ class Queue {
         return reinterpret_cast<std::uint64_t*>(gin_.words +
                                                 Words::offset(kind, index_, rank, gin_.queues, gin_.world));
     }
-    __device__ std::uint64_t* sent(Words::Kind kind, int peer) const {
-        return reinterpret_cast<std::uint64_t*>(gin_.state +
-                                                Counts::offset(kind, index_, peer, gin_.queues, gin_.world));
+    __device__ unsigned long long* count(Counts::Kind kind, int peer) const {
+        return reinterpret_cast<unsigned long long*>(gin_.state +
+                                                     Counts::offset(kind, index_, peer, gin_.queues, gin_.world));
     }
     __device__ std::uint64_t counted(int peer) const {
-        atomicAdd(reinterpret_cast<unsigned long long*>(sent(Words::kArrived, peer)), 1ull);
+        atomicAdd(count(Counts::kArrived, peer), 1ull);
         return 1;
+    }
+    __device__ std::uint64_t left(int peer) const {
+        return load_relaxed(reinterpret_cast<const std::uint64_t*>(count(Counts::kLeft, peer)));
+    }
+    __device__ static bool fits(std::uint64_t number, std::uint64_t left) {
+        return static_cast<std::int64_t>(number - left) < kRoom;
+    }
+    __device__ bool room(int peer) const {
+        const std::uint64_t number = atomicAdd(count(Counts::kPosted, peer), 1ull);
+        return fits(number, left(peer)) || make_room(peer, number);
+    }
+    // One of those who wait finds out that what was posted has left the queue, since it has arrived.
+    __device__ __noinline__ bool make_room(int peer, std::uint64_t number) const {
+        return wait_until(
+            ep_,
+            [&] {
+                if (!fits(number, left(peer)) && atomicCAS(count(Counts::kBusy, peer), 0ull, 1ull) == 0)
+                    quiet_alone(peer);  // if it fails it has told so, and this wait ends too
+                return left(peer);
+            },
+            [&](std::uint64_t v) { return fits(number, v); }, HAL_CUDA_STAGE_REMOTE, peer, number - kRoom + 1, index_);
+    }
+    // By whoever has taken kBusy; gives it back.
+    __device__ __noinline__ bool quiet_alone(int peer) const {
+        const unsigned long long posted = atomicAdd(count(Counts::kPosted, peer), 0ull);
+        std::uint64_t target = 0;
+        if (has_strong()) {
+            target = atomicAdd(count(Counts::kArrived, peer), 1ull) + 1;
+            post_.signal(peer, arrived(), 1, true);
+        } else {
+            target = atomicAdd(count(Counts::kArrived, peer), 0ull);
+        }
+        const bool ok = read_back(peer, target);
+        if (ok) atomicMax(count(Counts::kLeft, peer), posted);
+        __threadfence();
+        atomicExch(count(Counts::kBusy, peer), 0ull);
+        return ok;
     }
     // Until quiet's word at the peer has reached `target`.
     __device__ bool read_back(int peer, std::uint64_t target) const {
@@ -238,21 +286,21 @@ class Barrier {
         const std::uint64_t at = Words::offset(Words::kDomain, 0, gin_.rank, gin_.queues, gin_.world);
         const int there = peer % gin_.lsa_size;
         add_release(reinterpret_cast<std::uint64_t*>(gin_.peers + there * gin_.peer_stride + at), 1);
-        ++*Queue(ep_, gin_, 0).sent(Words::kDomain, peer);
+        ++*Queue(ep_, gin_, 0).count(Counts::kDomain, peer);
     }
     __device__ bool await_neighbour(int peer) const {
         const Queue queue(ep_, gin_, 0);
-        return queue.wait(queue.here(Words::kDomain, peer), *queue.sent(Words::kDomain, peer), peer,
+        return queue.wait(queue.here(Words::kDomain, peer), *queue.count(Counts::kDomain, peer), peer,
                           HAL_CUDA_STAGE_BARRIER);
     }
     __device__ bool arrive(int peer, int queue, bool complete) const {
         const Queue on(ep_, gin_, queue);
-        ++*on.sent(Words::kBarrier, peer);
+        ++*on.count(Counts::kBarrier, peer);
         return on.signal(peer, on.own(Words::kBarrier, gin_.rank), 1, complete ? Order::strong : Order::weak);
     }
     __device__ bool await(int peer, int queue) const {
         const Queue on(ep_, gin_, queue);
-        return on.wait(on.here(Words::kBarrier, peer), *on.sent(Words::kBarrier, peer), peer, HAL_CUDA_STAGE_BARRIER);
+        return on.wait(on.here(Words::kBarrier, peer), *on.count(Counts::kBarrier, peer), peer, HAL_CUDA_STAGE_BARRIER);
     }
 
   private:

@@ -93,7 +93,8 @@ struct Check {
                     return false;
             } else {
                 // The card may be told of all rows at once, with the last.
-                queue.put(peer, to, from, args.row_bytes, row != last && args.rows > 2 && row % 3 != 2);
+                if (!queue.put(peer, to, from, args.row_bytes, row != last && args.rows > 2 && row % 3 != 2))
+                    return false;
             }
         }
         return true;
@@ -117,8 +118,7 @@ struct Check {
                 [[fallthrough]];
             case HAL_CUDA_CHECK_FLAG:
             case HAL_CUDA_CHECK_FLUSH_FLAG:
-                queue.put_value(peer, at(place.word(kFlag, gin.rank)), static_cast<std::uint64_t>(round));
-                return true;
+                return queue.put_value(peer, at(place.word(kFlag, gin.rank)), static_cast<std::uint64_t>(round));
             default:
                 return true;
         }

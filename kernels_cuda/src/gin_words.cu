@@ -32,11 +32,8 @@ struct Run {
         const gin::Queue on = queue(op);
         const gin::Place to{op.window, op.address}, from{op.source_window, op.source};
         if (op.order == 2 && !on.quiet(op.peer)) return false;  // strong: GIN has no put that follows earlier ones
-        if (op.kind == HAL_CUDA_PUT_VALUE)
-            on.put_value(op.peer, to, op.value);
-        else
-            on.put(op.peer, to, from, op.bytes);
-        return true;
+        if (op.kind == HAL_CUDA_PUT_VALUE) return on.put_value(op.peer, to, op.value);
+        return on.put(op.peer, to, from, op.bytes);
     }
     // One thread. What neighbours add is one word, what they set is the difference to what the network has added.
     __device__ void signal_neighbour(hal_cuda_op op) const {
@@ -55,8 +52,9 @@ struct Run {
         if (op.signal_op != 0) {
             const std::uint64_t copy = slot(static_cast<std::uint64_t>(gin.slots));
             if ((threadIdx.x & 31) == 0) {
-                ok = on.quiet(op.peer);  // what this rank added before is in what it reads now
-                if (ok) on.get(op.peer, {gin.window, row}, {gin.window, copy}, Words::row(gin.queues, gin.world));
+                // What this rank added before is in what it reads now.
+                ok = on.quiet(op.peer) &&
+                     on.get(op.peer, {gin.window, row}, {gin.window, copy}, Words::row(gin.queues, gin.world));
             }
             if (__shfl_sync(0xffffffffu, ok, 0) == 0 || !on.flush()) return false;
             add -= sum(reinterpret_cast<const std::uint64_t*>(gin.words + copy), network_words() + 1);

@@ -70,11 +70,15 @@ int create_device_comm(Comm& c) {
     return 0;
 }
 
+// Entries of a queue that a GPU rings itself: gin::kRoom posts, each with a put and a signal, and what quiet adds.
+constexpr int kQueueDepth = 512;
+
 // NCCL refuses strong signals where the network has none; that is asked, not known beforehand.
 int create_gin_comm(Comm& c, const hal_cuda_gin_needs& want, ncclGinConnectionType_t connection, bool strong) {
     ncclDevCommRequirements needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
     needs.ginContextCount = want.queues, needs.ginSignalCount = want.signals;
     needs.ginConnectionType = connection, needs.ginExclusiveContexts = true;
+    needs.ginQueueDepth = kQueueDepth;
     needs.ginStrongSignalsRequired = strong, needs.ginVaSignalsRequired = true;
     if (want.traffic_class != INT32_MIN) needs.ginTrafficClass = want.traffic_class;
     const ncclResult_t status = api.ncclDevCommCreate(c.comm, &needs, &c.gin_comm);
