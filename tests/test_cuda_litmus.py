@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Litmus programs as device code on emulated GPUs: outcomes stay inside the model of the transport's profile, and the bad
-outcomes that it allows are really seen. The same programs on GPUs are tests/cuda/test_cuda_litmus.py."""
+outcomes that it allows are really seen. The same programs on GPUs are tests/cuda/test_device_litmus.py."""
 
 from __future__ import annotations
 

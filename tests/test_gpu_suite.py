@@ -23,7 +23,7 @@ from gpu_suite import Machine, Part, Step, Suite  # noqa: E402
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    return Machine(2, 0, True, tmp_path)
+    return Machine(2, 2, False, tmp_path)
 
 
 def python(code: str, **options: Any) -> Step:
@@ -203,6 +203,36 @@ def test_what_the_benchmark_expects_is_what_the_reference_says(layout: str, node
         used = weights[rank] if layout == "expert" else None
         mine = expected_sum(torch, x[rank], idx[rank], used, ranks=4, local_experts=4, nodes=nodes, home=rank)
         assert numpy(mine).tobytes() == np.ascontiguousarray(sums[rank]).tobytes()
+
+
+@pytest.mark.timeout(600)
+def test_the_suite_rehearsed_on_emulated_gpus(tmp_path: Path) -> None:
+    """Every script of the suite on two emulated GPUs, so that the first run on real ones is not lost to a misspelt word."""
+    pytest.importorskip("torch")
+    parts = ["build", "tests", "benchmark", "hosts", "litmus", "contract", "software-nic", "racecheck"]
+    words = ["--out", str(tmp_path), "--rehearse", "--ranks", "2", "--parts", ",".join(parts)]
+    told = subprocess.run(
+        [sys.executable, "benchmarks/gpu_suite.py", *words],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=590,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stdout[-6000:] + told.stderr[-2000:]
+    (file,) = tmp_path.glob("*-rehearsal.json")
+    record = json.loads(file.read_text())
+    assert [(part["part"], part["status"]) for part in record["parts"]] == [
+        (name, "skipped" if name in ("software-nic", "racecheck") else "passed") for name in parts
+    ]
+    steps = {part["part"]: part.get("steps", []) for part in record["parts"]}
+    rows = [row for step in steps["benchmark"] + steps["hosts"] for row in step["rows"]]
+    assert {(row["hosts"], row["layout"], row["dtype"]) for row in rows} == {
+        (hosts, layout, dtype)
+        for hosts in (1, 2) for layout in ("rank", "expert") for dtype in ("bfloat16", "float8_e4m3fn")
+    }  # fmt: skip
+    assert [row["wrong"] for row in rows] == [0] * len(rows)
+    assert all("no time" in row["note"] for row in rows)
+    assert [step["on"] for step in steps["litmus"]] == ["lsa", "gin"]
+    assert steps["contract"][0]["passed"] >= 3
+    assert str(ROOT) not in json.dumps(steps["hosts"]), "a result names no path of this machine"
+    assert "mp-flag" in told.stdout
 
 
 def shaped(ranks: int, tokens: int, **changes: Any) -> dict[str, Any]:

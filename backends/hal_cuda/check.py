@@ -23,6 +23,7 @@ from hal.errors import ContractError, HalError
 from hal.launch import spawn
 from hal_cuda import native
 from hal_cuda.emulated import MUTATIONS
+from hal_cuda.engine import COMBINE
 
 if TYPE_CHECKING:
     from hal.communicator import Communicator
@@ -121,17 +122,20 @@ def _rank(comm: Communicator, spec: ExpertParallelSpec, batches: list[tuple[str,
 
 @contextmanager
 def _adversary(seed: int, mutation: int) -> Iterator[None]:
+    """The emulator and the network with a seed and a defect; combine pulls and pushes by turns, unless it was chosen."""
     library = native.load_emulated()
-    before = os.environ.get(NETWORK_SEED)
+    ours = {NETWORK_SEED: str(seed), COMBINE: os.environ.get(COMBINE) or ("pull", "push")[seed % 2]}
+    before = {name: os.environ.get(name) for name in ours}
     library.emulator_configure(seed, 1)
     library.emulator_mutate(mutation)
-    os.environ[NETWORK_SEED] = str(seed)
+    os.environ.update(ours)
     try:
         yield
     finally:
         library.emulator_mutate(0)
         library.emulator_configure(1, 1)
-        if before is None:
-            del os.environ[NETWORK_SEED]
-        else:
-            os.environ[NETWORK_SEED] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
