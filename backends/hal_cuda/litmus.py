@@ -205,7 +205,7 @@ class _Play:
                 device=session.device, rank=session.rank, error=session.faults.address,
                 abort=session.abort_words, timeout_ns=int(session.config.timeout * 1e9),
             )  # fmt: skip
-            gin = getattr(session, "gin", None) or native.Gin()  # of NVLink alone: none
+            gin = session.gin or native.Gin()  # of NVLink alone: none
             library.play(ctypes.byref(ep), ctypes.byref(gin), ctypes.byref(run), session.stream)
             library.stream_sync(session.device, session.stream)
             session.check(session.config.timeout)

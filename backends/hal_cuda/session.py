@@ -79,6 +79,9 @@ class View:
 class CudaSession:
     """See :class:`hal.backend.Session`. Operations are complete in the order of their calls, on every queue."""
 
+    gin: Any = None
+    """native.Gin of a run over several NVLink domains."""
+
     def __init__(
         self,
         library: native.Library,
