@@ -80,7 +80,7 @@ class CudaSession:
     """See :class:`hal.backend.Session`. Operations are complete in the order of their calls, on every queue."""
 
     gin: Any = None
-    """native.Gin of a run over several NVLink domains."""
+    """What leads to ranks of other domains (``native.Gin``); None in a session of one domain."""
 
     def __init__(
         self,
