@@ -73,8 +73,8 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
         const std::uint64_t abort = load_acquire(reinterpret_cast<const std::uint64_t*>(words));
         const std::uint32_t failed = static_cast<std::uint32_t>(abort);
         if (failed == 1) return false;
-        const bool closed =
-            failed == 0 && abort >> 32 != 0 && rank >= 0 && (load_acquire(&words->closed) >> rank & 1) != 0;
+        const bool closed = failed == 0 && abort >> 32 != 0 && rank >= 0 && rank < HAL_CUDA_CLOSED_RANKS &&
+                            (load_acquire(&words->closed) >> rank & 1) != 0;
         if (failed != 0 || closed) {  // what that rank wrote before its last word is visible now, so look once more
             value = load();
             if (ok(value)) return true;
