@@ -121,6 +121,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
     __syncthreads();
     const auto* source = reinterpret_cast<const std::int32_t*>(slot_at(ep, ep.rank, into) + ep.slot_meta);
     for (int s = 0, first = 0; s < ep.world; first += from[s], ++s) {
+        if (s == ep.rank) continue;  // kept when they were sent
         const int begin = ep.fixed_slots ? s * ep.max_tokens : first;
         for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < from[s]; i += gridDim.x * blockDim.x)
             reinterpret_cast<std::int32_t*>(a.source)[begin + i] = __ldcg(source + begin + i);

@@ -80,8 +80,13 @@ struct RowWords {
             load(ep, a, start);
             store(ep, slot, row, start, owner);
         }
-        if (ep.keep_source && lane_id() < rows)
-            store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_meta) + row + lane_id(), token);
+        // Of this rank's own rows straight into the handle: no block of this launch waits for another's stores.
+        if (ep.keep_source && lane_id() < rows) {
+            if (peer != ep.rank)
+                store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_meta) + row + lane_id(), token);
+            else if (!a.cached)
+                reinterpret_cast<std::int32_t*>(a.source)[row + lane_id()] = token;
+        }
         if (ep.scale_dim == 0) return;
         const auto* scales = reinterpret_cast<const float*>(a.scales);
         auto* out = reinterpret_cast<float*>(slot + ep.slot_scales) + row * ep.scale_dim;
