@@ -38,6 +38,7 @@ STAGES = (
 )
 ABORT_WORDS = struct.Struct("=IIQ")
 """A rank's abort words (hal_cuda.h): the failed rank, whether any closed, the mask of those."""
+CLOSED_RANKS = 64
 STAMPED_STAGES = (2, 3, 5)
 """Stages whose words carry the round in their upper half."""
 STAGE_WAIT, STAGE_BARRIER = 8, 9

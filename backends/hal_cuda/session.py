@@ -299,7 +299,7 @@ class _Notices:
 
     def write(self, failed: int | None, closed: frozenset[int]) -> None:
         """As hal_cuda.h states them. What they say must be there before the word that says so."""
-        mask = sum(1 << rank for rank in closed)
+        mask = sum(1 << rank for rank in closed if rank < native.CLOSED_RANKS)
         data = native.ABORT_WORDS.pack(0 if failed is None else 2 + failed, int(bool(closed)), mask)
         ctypes.memmove(self._host, data, len(data))
         parts = ([(8, 8), (4, 4)] if closed else []) + ([(0, 4)] if failed is not None else [])

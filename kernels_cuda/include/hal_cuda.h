@@ -46,6 +46,7 @@ typedef struct hal_cuda_error {
 
 /* What ends this rank's waits. Its kernels set `failed` to 1 when a wait of theirs fails; its host sets the rest when it
  * notices how peers leave, `closed` before `any_closed`. */
+enum { HAL_CUDA_CLOSED_RANKS = 64 }; /* ranks beyond these that closed are noticed at the time limit */
 typedef struct hal_cuda_abort_words {
     uint32_t failed;     /* 1: a wait of this rank; 2 + r: rank r failed or died. Ends every wait */
     uint32_t any_closed; /* 1: look at `closed` */

@@ -84,7 +84,7 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
         bool closed = false;
         if (failed == 0 && abort >> 32 != 0) {
             const int who = awaited(rank);
-            closed = who >= 0 && (load_acquire(&words->closed) >> who & 1) != 0;
+            closed = who >= 0 && who < HAL_CUDA_CLOSED_RANKS && (load_acquire(&words->closed) >> who & 1) != 0;
         }
         if (failed != 0 || closed) {  // what that rank wrote before its last word is visible now, so look once more
             value = load();
