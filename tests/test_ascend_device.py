@@ -116,7 +116,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
         *sorted((ASCEND / "emulation").glob("*.cpp")), ROOT / "kernels_host" / "fiber" / "fiber.cpp",
         ROOT / "tests" / "ascend_one_device" / "fake_sdk.cpp",
     ]  # fmt: skip
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
     jobs = [
         ["g++", *FLAGS, "-O1", "-fPIC", "-c", *INCLUDE, str(s), "-o", str(o)]
         for s, o in zip(sources, objects, strict=True)
