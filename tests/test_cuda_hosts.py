@@ -171,6 +171,11 @@ def test_the_parts_add_up(schedule, layout_name):
     assert sum(part.nbytes for part in parts) == layout(spec, 16, False, over).total
     assert all(part.nbytes >= 0 and part.formula for part in parts)
     assert over.warps <= 384
+    for wanted in ((20, 512), (3, 64), (132, 256)):
+        blocks, threads = over.shape(*wanted)
+        assert blocks >= wanted[0]
+        assert blocks * threads // 32 >= over.warps
+        assert threads <= 512
     assert 2 * over.batch <= over.cells
 
 
