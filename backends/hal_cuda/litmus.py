@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -178,43 +179,50 @@ class _Play:
 
     def results(self) -> list[dict[tuple[int, str], int]]:
         session, rank = self.session, self.session.rank
-        width = len(self.code.registers)
-        found = np.zeros((self.repetitions, width), np.uint64)
-        if self.code.threads(rank):
-            self._launch(found)
+        found = np.zeros((self.repetitions, len(self.code.registers)), np.uint64)
+        plays = bool(self.code.threads(rank))
+        with self._memory(found.nbytes) if plays else nullcontext((0, 0)) as (ops, results):
+            # A kernel that waits for its peer may keep that peer from allocating, where they share a device.
+            session._bootstrap.barrier()
+            if plays:
+                self._launch(ops, results, found)
         # Nobody frees what another still writes to. Another's own waits end first, so that its error is the one told.
         session._bootstrap.all_gather(None, "the end of a litmus program", 3 * session.config.timeout)
         mine = [(i, name) for i, name in enumerate(self.code.registers) if name[0] == rank]
         return [{name: int(row[i]) for i, name in mine} for row in found]
 
-    def _launch(self, found: Any) -> None:
+    @contextmanager
+    def _memory(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Device addresses of this rank's instructions, and of ``nbytes`` zeroed bytes for its registers."""
         session, library, ops = self.session, self.session.library, self.code.ops(self.session.rank)
         listed = (native.LitmusOp * len(ops))(*ops)
-        sizes = {"ops": ctypes.sizeof(listed), "results": max(found.nbytes, 16)}
-        device = {
-            k: library.value("malloc", ctypes.c_uint64, session.device, n, session.stream) for k, n in sizes.items()
-        }
+        on = (session.device, session.stream)
+        places = []
         try:
-            host = ctypes.addressof(listed)
-            library.copy(session.device, device["ops"], host, sizes["ops"], session.stream)
-            library.memset(session.device, device["results"], 0, sizes["results"], session.stream)
-            # The program's own, so that its memory may go as soon as the copy has been made.
-            library.stream_sync(session.device, session.stream)
-            run = self._described(device["ops"], len(ops), device["results"])
-            ep = native.Ep(
-                device=session.device, rank=session.rank, error=session.faults.address,
-                abort=session.abort_words, timeout_ns=int(session.config.timeout * 1e9),
-            )  # fmt: skip
-            gin = session.gin or native.Gin()  # of NVLink alone: none
-            library.play(ctypes.byref(ep), ctypes.byref(gin), ctypes.byref(run), session.stream)
-            library.stream_sync(session.device, session.stream)
-            session.check(session.config.timeout)
-            if found.nbytes:
-                library.copy(session.device, found.ctypes.data, device["results"], found.nbytes, session.stream)
-            library.stream_sync(session.device, session.stream)
+            for size in (ctypes.sizeof(listed), max(nbytes, 16)):
+                places.append(int(library.value("malloc", ctypes.c_uint64, on[0], size, on[1])))
+            library.copy(on[0], places[0], ctypes.addressof(listed), ctypes.sizeof(listed), on[1])
+            library.memset(on[0], places[1], 0, max(nbytes, 16), on[1])
+            library.stream_sync(*on)  # `listed` goes with this function's frame
+            yield places[0], places[1]
         finally:
-            for address in device.values():
-                library.free(session.device, address, session.stream)
+            for place in places:
+                library.free(on[0], place, on[1])
+
+    def _launch(self, ops: int, results: int, found: Any) -> None:
+        session, library = self.session, self.session.library
+        run = self._described(ops, len(self.code.ops(session.rank)), results)
+        ep = native.Ep(
+            device=session.device, rank=session.rank, error=session.faults.address,
+            abort=session.abort_words, timeout_ns=int(session.config.timeout * 1e9),
+        )  # fmt: skip
+        gin = session.gin or native.Gin()  # of NVLink alone: none
+        library.play(ctypes.byref(ep), ctypes.byref(gin), ctypes.byref(run), session.stream)
+        library.stream_sync(session.device, session.stream)
+        session.check(session.config.timeout)
+        if found.nbytes:
+            library.copy(session.device, found.ctypes.data, results, found.nbytes, session.stream)
+            library.stream_sync(session.device, session.stream)
 
     def _described(self, ops: int, count: int, results: int) -> Any:
         session, program = self.session, self.code.program

@@ -36,7 +36,7 @@ from hal.ordering import OrderingProfile
 from hal.registry import known_backend
 
 _WORD = 8
-_TOGETHER = 12
+_TOGETHER = 24
 """Programs that share a communicator."""
 _WAIT_SECONDS = 10.0
 
@@ -108,7 +108,7 @@ def run_all(
 
     A backend whose sessions play programs on their device (``Session.play``) does so in one launch; on others each
     instruction is a call of the communicator. Ranks are threads of this process (:func:`hal.spawn`), or processes where
-    the backend needs variables of their own for several ``hosts``; idle ones fill the last host up. A dozen programs with
+    the backend needs variables of their own for several ``hosts``; idle ones fill the last host up. Two dozen programs with
     equally many ranks share a communicator, since connecting may take longer than playing.
 
     Raises :class:`ContractError` for layouts that make no sense, and what a rank raises.
