@@ -410,7 +410,7 @@ def test_last_words_are_passed_on_by_a_launcher_that_was_not_run_for_long(monkey
     output, clock = io.BytesIO(), itertools.count(step=10.0)
     script = "import subprocess\nsubprocess.Popen(['sleep', '300'])\nprint('last words')\nprint('no newline', end='')\n"
     with launch._Ranks(output) as ranks:
-        ranks.start(1, [sys.executable, "-c", script], 1, prefix=True)
+        ranks.start(1, [sys.executable, "-c", script], 1, lambda rank: {}, prefix=True)
         ranks._processes[0].wait(LIMIT)
         monkeypatch.setattr(launch, "time", types.SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
         ranks._drain(0.2)

@@ -77,16 +77,14 @@ void StoreBuffer::remove(std::size_t index) {
 // --- loads ---------------------------------------------------------------------------------------------------------
 
 void EarlyLoads::take(const std::vector<Region>& regions, int device) {
-    constexpr std::size_t kMost = 1 << 20;
-    std::size_t total = 0;
-    for (const Region& region : regions)
-        if (region.device == device) total += static_cast<std::size_t>(region.members) * region.bytes;
+    std::size_t left = 1 << 20;
     parts_.clear();
     known_.clear();
     ++number_;
-    if (total > kMost) return;
     for (const Region& region : regions) {
-        if (region.device != device) continue;
+        const std::size_t bytes = static_cast<std::size_t>(region.members) * region.bytes;
+        if (region.device != device || bytes > left) continue;
+        left -= bytes;
         for (int member = 0; member < region.members; ++member) {
             const std::byte* begin = region.begin + static_cast<std::size_t>(member) * region.stride;
             parts_.push_back({begin, {begin, begin + region.bytes}});

@@ -74,7 +74,8 @@ class StoreBuffer {
 // what was there then.
 class EarlyLoads {
   public:
-    // Of all the parts that a device can address; nothing if they are too many bytes to copy at every launch.
+    // Of the parts that a device can address, up to as many bytes as can be copied at every launch: what is larger, such
+    // as a session's outbox, is always seen as it is.
     void take(const std::vector<Region>& regions, int device);
     // How often it was taken: a thread that acquired since then sees nothing of it.
     std::uint32_t number() const { return number_; }

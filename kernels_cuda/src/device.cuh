@@ -62,8 +62,8 @@ __device__ __forceinline__ int awaited(Who who) {
     return who();
 }
 
-// Polls `load` until `ok`; false after `patience` times ep.timeout_ns, or when another block has failed. The clock is read once for many
-// polls: reading it costs more than a poll.
+// Polls `load` until `ok`; false after `patience` times ep.timeout_ns, or when another block has failed. The clock is read
+// once for many polls: reading it costs more than a poll.
 template <class Load, class Ok, class Rank>
 __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok ok, int stage, Rank rank,
                                            std::uint64_t expected, int queue = 0, unsigned patience = 1) {
@@ -89,9 +89,10 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
         if (failed != 0 || closed) {  // what that rank wrote before its last word is visible now, so look once more
             value = load();
             if (ok(value)) return true;
-        } else if (nanoseconds() - start <= patience * ep.timeout_ns) {
-            continue;
         }
+        // A block that waits for its own GPU's leaves it to the one that waits for a peer to say so.
+        const bool one_of_several = failed != 0 && stage == HAL_CUDA_STAGE_GRID;
+        if (((failed == 0 && !closed) || one_of_several) && nanoseconds() - start <= patience * ep.timeout_ns) continue;
         hal_cuda_error what{};
         what.kind = HAL_CUDA_TIMEOUT, what.rank = failed != 0 ? static_cast<int>(failed) - 2 : awaited(rank);
         what.stage = stage, what.queue = queue;

@@ -83,7 +83,10 @@ __device__ __forceinline__ std::uint64_t* count_of(const Map& m, Count kind, con
     return reinterpret_cast<std::uint64_t*>(m.h.counts) + static_cast<int>(kind) * channel_count(m.h) + c.index(m);
 }
 
-__device__ __forceinline__ bool all_lanes(bool lane0) { return __shfl_sync(0xffffffffu, lane0 ? 1 : 0, 0) != 0; }
+__device__ __forceinline__ bool all_lanes(bool lane0) {
+    __syncwarp();  // what lane 0 acquired is there for the others: a shuffle orders nothing
+    return __shfl_sync(0xffffffffu, lane0 ? 1 : 0, 0) != 0;
+}
 
 // What the sender of a channel does: wait for room, fill cells, post them together, raise the tail.
 class Sender {

@@ -274,6 +274,7 @@ struct Sums {
             t.row = received_cell(m, c, true, cell);
         }
         *n = far ? __popc(same) : 0;
+        __syncwarp();  // every lane reads what some lanes acquired
         return __all_sync(0xffffffffu, ok) != 0;
     }
     __device__ bool give_cells_back(const Terms& t, int number, int n) const {
