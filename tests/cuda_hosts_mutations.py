@@ -61,7 +61,12 @@ DEFECTS = (
     Defect("strong_signal_is_weak", "a row's signal covers nothing", "direct"),
     Defect("signal_on_other_queue", "a cell's signal goes to another queue"),
     Defect("signal_on_other_queue", "a row's signal goes to another queue", "direct"),
-    Defect("flush_does_nothing", "staged rows are overwritten before the network has read them", "direct", faults="read=3ms"),
+    Defect(
+        "flush_does_nothing",
+        "staged rows are overwritten before the network has read them",
+        "direct",
+        faults="reorder=2ms,source_early,read=2ms",
+    ),
     Defect("weak_signal_adds_twice", "room is given back before its cells were taken"),
     Defect("release_is_relaxed", "rows stored over NVLink are signalled by a relaxed add", shape=(6, 2), **FEW),
     Defect("release_is_relaxed", "the same, direct", "direct", shape=(6, 2), **FEW),

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def in_flight(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> None
     with ep:
         handle = one_round(layer, case, seeds[0])
         answers, _, wanted = sums(case, seeds[0], False, 0)
-        for one, two in zip(seeds[1:], seeds[2:], strict=False):
+        for one, two in pairwise(seeds[1:]):
             combining = ep.combine_send(give(answers[rank], rank), handle)
             first = ep.dispatch_send(**layer.arguments(batch(case, one)[0][rank]))
             second = ep.dispatch_send(**layer.arguments(batch(case, two)[0][rank]))
@@ -229,11 +230,9 @@ def absence(comm: hal.Communicator, case: HostsCase, absent: Absence) -> tuple[i
         time.sleep(absent.seconds)
         return -1, "", 0.0
     start = time.monotonic()
+    answer = give(expected.answers(0)[rank], rank)
     with pytest.raises(PeerTimeout) as error:
-        if handle is None:
-            layer.dispatch(sent[rank], expected)
-        else:
-            layer.ep.combine(give(expected.answers(0)[rank], rank), handle)
+        layer.dispatch(sent[rank], expected) if handle is None else layer.ep.combine(answer, handle)
     seconds = time.monotonic() - start
     if absent.told is not None and not absent.closes:
         absent.told.wait(100)

@@ -35,9 +35,9 @@ def run(body: Any, case: Any, *args: Any, timeout: float = 60.0) -> list[Any]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[1]}x{s[0] // s[1]}")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_form(layout, schedule, shape):
-    run(hosts_rounds.every_form, a_case(schedule, layout, shape), [0, 1])
+@pytest.mark.parametrize("rows", LAYOUTS)
+def test_every_form(rows, schedule, shape):
+    run(hosts_rounds.every_form, a_case(schedule, rows, shape), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_every_form(layout, schedule, shape):
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_types_and_shapes(schedule, changes):
-    for layout, alignment in (("rank", 1), ("expert", 8)):
-        run(hosts_rounds.every_form, a_case(schedule, layout, (4, 2), alignment=alignment, **changes), [1, 2])
+    for rows, alignment in (("rank", 1), ("expert", 8)):
+        run(hosts_rounds.every_form, a_case(schedule, rows, (4, 2), alignment=alignment, **changes), [1, 2])
 
 
 @pytest.mark.parametrize("signals", ["auto", "weak"])
@@ -63,21 +63,21 @@ def test_small_rings_and_late_ranks(monkeypatch, schedule, channels, signals):
     """Rings go round many times in a round; networks without strong signals; several channels on one queue."""
     monkeypatch.setenv(CHANNELS, channels)
     monkeypatch.setenv("HAL_CUDA_GIN_SIGNALS", signals)
-    for seed, layout in enumerate(LAYOUTS):
+    for seed, rows in enumerate(LAYOUTS):
         monkeypatch.setenv("HAL_SWNIC_SEED", str(seed + len(channels)))
-        run(hosts_rounds.skewed_ranks, a_case(schedule, layout, (4, 2), max_tokens=30), [0, 1, 2, 3], 8)
+        run(hosts_rounds.skewed_ranks, a_case(schedule, rows, (4, 2), max_tokens=30), [0, 1, 2, 3], 8)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_halves_in_flight(schedule, layout):
-    run(hosts_rounds.in_flight, a_case(schedule, layout, (4, 2), num_buffers=4), [0, 1, 2, 3])
+def test_halves_in_flight(schedule, rows):
+    run(hosts_rounds.in_flight, a_case(schedule, rows, (4, 2), num_buffers=4), [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_refusals_move_nothing(schedule, layout):
-    run(hosts_rounds.refusals, a_case(schedule, layout, (4, 2)))
+def test_refusals_move_nothing(schedule, rows):
+    run(hosts_rounds.refusals, a_case(schedule, rows, (4, 2)))
 
 
 # --- faults --------------------------------------------------------------------------------------------------------------
@@ -171,6 +171,11 @@ def test_the_parts_add_up(schedule, layout_name):
     assert sum(part.nbytes for part in parts) == layout(spec, 16, False, over).total
     assert all(part.nbytes >= 0 and part.formula for part in parts)
     assert over.warps <= 384
+    for wanted in ((20, 512), (3, 64), (132, 256)):
+        blocks, threads = over.shape(*wanted)
+        assert blocks >= wanted[0]
+        assert blocks * threads // 32 >= over.warps
+        assert threads <= 512
     assert 2 * over.batch <= over.cells
 
 

@@ -47,9 +47,9 @@ class Crossing:
         return max(ends * self.peers * self.channels, self.peers * self.channels + self.channels) + 1
 
     def shape(self, blocks: int, threads: int) -> tuple[int, int]:
-        """Blocks and threads of a launch that would like as many as given: at least :attr:`warps`."""
-        needed = -(-self.warps // blocks)
-        return blocks, max(threads, 32 * needed)
+        """Blocks and threads of a launch that would like as many as given: at least :attr:`warps`, 16 in a block at most."""
+        blocks = max(blocks, -(-self.warps // 16))
+        return blocks, max(threads, 32 * -(-self.warps // blocks))
 
 
 def crossing(spec: ExpertParallelSpec, ranks: int, hosts: int) -> Crossing:

@@ -106,7 +106,9 @@ class CudaEngine:
         self.library.memset(session.device, self._state_memory, 0, self.library.state_bytes, 0)
         self.library.stream_sync(session.device, 0)
         self._scratch = self._allocate_scratch()
-        self._over_hosts = None if self._crossing is None else OverHosts(session, spec, self._crossing, self._window, self.place)
+        self._over_hosts = (
+            None if self._crossing is None else OverHosts(session, spec, self._crossing, self._window, self.place)
+        )
         host, address = c_void_p(), c_uint64()
         self.library.host_alloc(session.device, 8 * spec.num_buffers, byref(host), byref(address))
         ctypes.memset(host, 0, 8 * spec.num_buffers)

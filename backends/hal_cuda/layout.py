@@ -207,12 +207,20 @@ def _parts_over_hosts(spec: ExpertParallelSpec, place: Layout, over: Crossing) -
     return [
         Part("headers", place.outbox - place.header, f"2 x ranks x {words}"),
         Part("mailboxes", place.headers_came - place.outbox, f"2 x (1 + hosts) x {words}"),
-        Part("words", place.sending - place.headers_came, "64 B x (hosts + 6 x ranks of a host + 4 x peers x channels)"),
+        Part(
+            "words", place.sending - place.headers_came, "64 B x (hosts + 6 x ranks of a host + 4 x peers x channels)"
+        ),
         Part("sending", place.received - place.sending, f"{channels} x (row + scales + 12 B x top_k + 4 B)"),
         Part("received", place.combine_sending - place.received, f"{channels} x the same (schedule hierarchical)"),
-        Part("combine sending", place.combine_received - place.combine_sending, f"{channels} x (combined row + 4 B x top_k)"),
+        Part(
+            "combine sending",
+            place.combine_received - place.combine_sending,
+            f"{channels} x (combined row + 4 B x top_k)",
+        ),
         Part("combine received", place.slots - place.combine_received, f"{channels} x the same"),
-        Part("slots", place.total - place.slots, f"num_buffers x max({received}, most rows x combined row and weights)"),
+        Part(
+            "slots", place.total - place.slots, f"num_buffers x max({received}, most rows x combined row and weights)"
+        ),
     ]
 
 

@@ -120,13 +120,12 @@ GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI", 100: "emulated"}
 GIN_CONNECTIONS = {1: "full", 2: "rail"}
 
 
-
 class Hosts(ctypes.Structure):
     """What an ExpertParallel over several hosts has besides."""
 
     _fields_ = (
         ("gin", Gin),
-        *((name, c_uint64) for name in ["window", "counts", "locks", "plan"]),
+        *((name, c_uint64) for name in ["window", "counts", "plan"]),
         *((name, c_uint64) for name in ["off_outbox", "off_inbox", "off_headers_came", "off_raised"]),
         *((name, c_uint64) for name in ["off_sending", "off_received", "off_combine_sending", "off_combine_received"]),
         *((name, c_int32) for name in ["hierarchical", "peers", "channels", "cells", "batch"]),

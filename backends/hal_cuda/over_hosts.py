@@ -29,10 +29,10 @@ class OverHosts:
     ) -> None:
         self._session = session
         rings, world = crossing.peers * crossing.channels, session.world_size
-        counts, locks = 4 * rings * 8, session.queues * world * 4
+        counts = 4 * rings * 8
         plan = (2 * world + spec.num_experts + crossing.hosts) * 4
         library, device = session.library, session.device
-        total = counts + locks + plan
+        total = counts + plan
         self._memory = int(library.value("malloc", c_uint64, device, total, 0))
         library.memset(device, self._memory, 0, total, 0)
         library.stream_sync(device, 0)
@@ -40,8 +40,7 @@ class OverHosts:
             gin=session.gin,
             window=window.record.handle,
             counts=self._memory,
-            locks=self._memory + counts,
-            plan=self._memory + counts + locks,
+            plan=self._memory + counts,
             off_outbox=place.outbox,
             off_inbox=place.inbox,
             off_headers_came=place.headers_came,

@@ -77,6 +77,9 @@ class View:
 class CudaSession:
     """See :class:`hal.backend.Session`. Operations are complete in the order of their calls, on every queue."""
 
+    gin: Any = None
+    """What leads to ranks of other domains (``native.Gin``); None in a session of one domain."""
+
     def __init__(
         self,
         library: native.Library,

@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     settings = load_config(layout_overrides(args))
     nodes = settings.topology.nodes
     check_layout(settings.ranks, nodes)
-    parts = buffer_parts(settings.expert_parallel, settings.ranks, nodes, settings.backend.name, settings.transport.name)
+    parts = buffer_parts(
+        settings.expert_parallel, settings.ranks, nodes, settings.backend.name, settings.transport.name
+    )
     total = sum(part.nbytes for part in parts)
     if args.json:
         print(json.dumps({"total": total, "parts": [asdict(part) for part in parts]}, indent=2))

@@ -19,17 +19,17 @@ extern "C" {
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
 enum {
     HAL_CUDA_STAGE_NONE = 0,
-    HAL_CUDA_STAGE_PREVIOUS_ROUND, /* dispatch: the peer's rows of the round before */
-    HAL_CUDA_STAGE_HEADER,         /* dispatch: the peer's counts and receive slot */
-    HAL_CUDA_STAGE_GRID,           /* this GPU's own blocks */
-    HAL_CUDA_STAGE_ROWS,           /* dispatch: the peer's rows */
-    HAL_CUDA_STAGE_READY,          /* combine: the peer's rows to read, or its staging to write */
-    HAL_CUDA_STAGE_COMBINE_ROWS,   /* combine: a row that the peer pushes */
-    HAL_CUDA_STAGE_DONE,           /* combine: the peer has read this rank's rows */
-    HAL_CUDA_STAGE_WAIT,           /* Session.wait */
-    HAL_CUDA_STAGE_BARRIER,        /* Session.barrier */
-    HAL_CUDA_STAGE_SOURCE,         /* quiet("source"): the network has read what this rank put */
-    HAL_CUDA_STAGE_REMOTE,         /* quiet("remote"): the peer has what this rank put */
+    HAL_CUDA_STAGE_PREVIOUS_ROUND,   /* dispatch: the peer's rows of the round before */
+    HAL_CUDA_STAGE_HEADER,           /* dispatch: the peer's counts and receive slot */
+    HAL_CUDA_STAGE_GRID,             /* this GPU's own blocks */
+    HAL_CUDA_STAGE_ROWS,             /* dispatch: the peer's rows */
+    HAL_CUDA_STAGE_READY,            /* combine: the peer's rows to read, or its staging to write */
+    HAL_CUDA_STAGE_COMBINE_ROWS,     /* combine: a row that the peer pushes */
+    HAL_CUDA_STAGE_DONE,             /* combine: the peer has read this rank's rows */
+    HAL_CUDA_STAGE_WAIT,             /* Session.wait */
+    HAL_CUDA_STAGE_BARRIER,          /* Session.barrier */
+    HAL_CUDA_STAGE_SOURCE,           /* quiet("source"): the network has read what this rank put */
+    HAL_CUDA_STAGE_REMOTE,           /* quiet("remote"): the peer has what this rank put */
     HAL_CUDA_STAGE_ROOM,             /* dispatch over hosts: room in the peer's ring of a channel */
     HAL_CUDA_STAGE_CROSSING,         /* dispatch over hosts: the peer's rows */
     HAL_CUDA_STAGE_COMBINE_ROOM,     /* combine over hosts: room in the peer's ring of a channel */
@@ -86,12 +86,13 @@ typedef struct hal_cuda_gin {
 typedef struct hal_cuda_hosts {
     hal_cuda_gin gin;
     uint64_t window; /* ncclWindow_t of this ExpertParallel's window */
-    uint64_t counts; /* this rank's own: [4, peers x channels] uint64 cells sent and taken so far, zeroed at the start */
-    uint64_t locks;  /* this rank's own: [queues, ranks] uint32, zeroed at the start; gin-weak */
-    uint64_t plan;   /* this rank's own: 2 x ranks + experts + hosts uint32 */
+    uint64_t
+        counts;    /* this rank's own: [4, peers x channels] uint64 cells sent and taken so far, zeroed at the start */
+    uint64_t plan; /* this rank's own: 2 x ranks + experts + hosts uint32 */
     uint64_t off_outbox, off_inbox, off_headers_came, off_raised;
     uint64_t off_sending, off_received, off_combine_sending, off_combine_received; /* rings of cells, by channel */
-    int32_t hierarchical, peers, channels, cells, batch; /* channels of each peer; cells of a ring; batch at most half */
+    int32_t hierarchical, peers, channels, cells,
+        batch; /* channels of each peer; cells of a ring; batch at most half */
     int32_t cell_bytes, combine_cell_bytes;
     int32_t record_bytes; /* direct: of a row's words in slot_meta [peers, max_tokens] */
 } hal_cuda_hosts;

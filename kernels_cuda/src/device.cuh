@@ -179,8 +179,8 @@ __device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, i
         __threadfence();
         atomicAdd(&counters.arrived[number], 1u);
         auto load = [&] { return load_acquire_gpu(&counters.arrived[number]); };
-        ok = wait_until(ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x,
-                        0, patience);
+        ok = wait_until(
+            ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x, 0, patience);
     }
     return __syncthreads_and(ok) != 0;
 }

@@ -182,7 +182,7 @@ __device__ void send_header(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
 }
 
 __device__ inline void send_expert_counts(const hal_cuda_ep& ep, OwnedExperts own, const unsigned* totals,
-                                   std::uint64_t epoch) {
+                                          std::uint64_t epoch) {
     for (int i = threadIdx.x; i < own.count * ep.world; i += blockDim.x) {
         const int peer = i / own.count, o = i % own.count;
         store_relaxed(header_at(ep, peer, ep.rank) + 1 + ep.world + own.first + o, stamped(epoch, totals[o]));
@@ -190,7 +190,8 @@ __device__ inline void send_expert_counts(const hal_cuda_ep& ep, OwnedExperts ow
 }
 
 // Whether a source's flags stop the round; the first block says why.
-__device__ inline bool look_at_flags(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int source, unsigned flags) {
+__device__ inline bool look_at_flags(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int source,
+                                     unsigned flags) {
     const bool bad = (flags & kBadInput) != 0, mixed = ((flags & kCached) != 0) != (a.cached != 0);
     if (!bad && !mixed) return false;
     hal_cuda_error what{};

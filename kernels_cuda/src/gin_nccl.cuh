@@ -58,7 +58,7 @@ class Requests {
         __shared__ int waits_for[32][32];
         volatile int* lanes = waits_for[threadIdx.x >> 5];
         const int lane = static_cast<int>(threadIdx.x & 31);
-        const ncclTeam all = comm_.ginConnectionsRailed ? ncclTeamRail(comm_) : world();
+        const ncclTeam all = comm_.ginContextsRailed ? ncclTeamRail(comm_) : world();
         lanes[lane] = lane < min(31, all.nRanks) ? ncclTeamRankToWorld(comm_, all, lane) : kFinished;
         __syncwarp();
         bool ok = true;
@@ -77,6 +77,7 @@ class Requests {
             };
             ok = watch([&] { return unfinished() == kFinished; }, unfinished);
             if (!ok) atomicExch_system(stop, 1u);
+            ok = ok && atomicAdd_system(stop, 0u) == 0;  // raised before: NCCL waited for nothing
         }
         __syncwarp();
         return __all_sync(0xffffffffu, ok) != 0;

@@ -85,22 +85,6 @@ __device__ __forceinline__ std::uint64_t* count_of(const Map& m, Count kind, con
 
 __device__ __forceinline__ bool all_lanes(bool lane0) { return __shfl_sync(0xffffffffu, lane0 ? 1 : 0, 0) != 0; }
 
-// Without strong signals one thread at a time may use quiet's word of a (queue, peer), so channels that share a queue take
-// turns there. With them this is one message.
-__device__ inline bool raise(const Map& m, const gin::Queue& queue, int rank, gin::Word word, std::uint64_t add) {
-    if (queue.has_strong()) return queue.signal(rank, word, add);
-    auto* lock = reinterpret_cast<unsigned*>(m.h.locks) + queue.index() * m.ep.world + rank;
-    if (!wait_until(
-            m.ep, [&] { return static_cast<std::uint64_t>(atomicCAS(lock, 0u, 1u)); },
-            [](std::uint64_t held) { return held == 0; }, HAL_CUDA_STAGE_REMOTE, rank, 0, queue.index()))
-        return false;
-    __threadfence();
-    const bool ok = queue.signal(rank, word, add);
-    __threadfence();
-    atomicExch(lock, 0u);
-    return ok;
-}
-
 // What the sender of a channel does: wait for room, fill cells, post them together, raise the tail.
 class Sender {
   public:
@@ -139,12 +123,11 @@ class Sender {
         bool ok = true;
         if (pending_ > 0 && lane_id() == 0) {
             const std::uint64_t first = next_ - pending_;
-            const std::uint64_t target = (combine_ ? m_.h.off_combine_received : m_.h.off_received) +
-                                         ring(c_.index_there(m_), first);
-            queue_.put(c_.rank, m_.place(target), m_.place(source(first)),
-                       static_cast<std::uint64_t>(pending_) * bytes());
-            ok = raise(m_, queue_, c_.rank, raised_there(m_, combine_ ? Raised::combine_tail : Raised::tail, c_),
-                       pending_);
+            const std::uint64_t target =
+                (combine_ ? m_.h.off_combine_received : m_.h.off_received) + ring(c_.index_there(m_), first);
+            ok = queue_.put(c_.rank, m_.place(target), m_.place(source(first)),
+                            static_cast<std::uint64_t>(pending_) * bytes()) &&
+                 queue_.signal(c_.rank, raised_there(m_, combine_ ? Raised::combine_tail : Raised::tail, c_), pending_);
         }
         pending_ = 0;
         return all_lanes(ok);
@@ -180,11 +163,13 @@ __device__ __forceinline__ const char* received_cell(const Map& m, const Channel
                   (static_cast<std::uint64_t>(c.index(m)) * m.h.cells + cell % m.h.cells) * bytes);
 }
 // One thread, synchronised with all that read the cells before `after`.
-__device__ inline void give_back(const Map& m, const Channel& c, bool combine, std::uint64_t before, std::uint64_t after) {
+__device__ inline bool give_back(const Map& m, const Channel& c, bool combine, std::uint64_t before,
+                                 std::uint64_t after) {
     const std::uint64_t batch = m.h.batch, add = after / batch * batch - before / batch * batch;
-    if (add == 0) return;
+    if (add == 0) return true;
     const gin::Queue queue(m.ep, m.h.gin, c.queue(m));  // whose posts come after what was read before them
-    queue.signal(c.rank, raised_there(m, combine ? Raised::combine_credit : Raised::credit, c), add, gin::Order::weak);
+    return queue.signal(c.rank, raised_there(m, combine ? Raised::combine_credit : Raised::credit, c), add,
+                        gin::Order::weak);
 }
 
 // A token on its way: lane j < top-k holds its j-th position, those that the receiver is to have.

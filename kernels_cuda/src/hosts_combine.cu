@@ -102,7 +102,9 @@ struct Terms {
     int number, first_near, end_near;  // terms, and which of them are this host's
 
     __device__ unsigned lanes() const { return __ballot_sync(0xffffffffu, order >= 0); }
-    __device__ int lane_of(int place) const { return __ffs(static_cast<int>(__ballot_sync(0xffffffffu, order == place))) - 1; }
+    __device__ int lane_of(int place) const {
+        return __ffs(static_cast<int>(__ballot_sync(0xffffffffu, order == place))) - 1;
+    }
     // Places from keys, which are distinct where `has`.
     __device__ void sort(bool has, int key) {
         order = has ? 0 : -1;
@@ -193,9 +195,8 @@ struct Sums {
             sum.store(cell);
         }
         if (a.carries_weights && lane_id() < m.ep.topk)
-            store_window(
-                cell_weights(cell) + lane_id(),
-                owner < 0 ? 0.0f : __ldcg(near_weights(owner, e.row) + (m.ep.expert_layout ? 0 : lane_id())));
+            store_window(cell_weights(cell) + lane_id(),
+                         owner < 0 ? 0.0f : __ldcg(near_weights(owner, e.row) + (m.ep.expert_layout ? 0 : lane_id())));
         return sender.fill();
     }
     // Direct: each of this rank's rows of the token, as it is.
@@ -242,7 +243,8 @@ struct Sums {
         const bool has = t.source >= 0 && (summed_there ? first_of_host : ep.expert_layout || first_of_rank);
         if (kWeighted && has && !summed_there) t.weight = __ldg(reinterpret_cast<const float*>(a.weights) + at);
         int key = ep.expert_layout ? lane_id() : t.source;
-        if (m.h.hierarchical) key = host * kMaxRanks + (summed_there ? 0 : ep.expert_layout ? lane_id() : t.source % m.local);
+        if (m.h.hierarchical)
+            key = host * kMaxRanks + (summed_there ? 0 : ep.expert_layout ? lane_id() : t.source % m.local);
         if (t.near) {
             const int row = __ldg(lists.base + (ep.expert_layout ? id : t.source)) +
                             __ldg(reinterpret_cast<const std::int32_t*>(a.pos) + at);
@@ -267,24 +269,26 @@ struct Sums {
             // The peer may wait for a neighbour of its own, and is the one to say so.
             ok = wait_until(
                 m.ep, [&] { return load_acquire(raised_here(m, Raised::combine_tail, c)); },
-                [&](std::uint64_t v) { return v > cell; }, HAL_CUDA_STAGE_COMBINE_CROSSING, c.rank, cell + 1, c.queue(m),
-                m.local > 1 ? kPatience : 1u);
+                [&](std::uint64_t v) { return v > cell; }, HAL_CUDA_STAGE_COMBINE_CROSSING, c.rank, cell + 1,
+                c.queue(m), m.local > 1 ? kPatience : 1u);
             t.row = received_cell(m, c, true, cell);
         }
         *n = far ? __popc(same) : 0;
         return __all_sync(0xffffffffu, ok) != 0;
     }
-    __device__ void give_cells_back(const Terms& t, int number, int n) const {
+    __device__ bool give_cells_back(const Terms& t, int number, int n) const {
         __syncwarp();
         const bool far = t.order >= 0 && !t.near;
         const int peer = far ? m.peer_to(t.source) : -1;
+        bool ok = true;
         if (is_first(far, peer)) {
             const Channel c(m, peer, number);
             std::uint64_t* taken = count_of(m, Count::combine_taken, c);
-            give_back(m, c, true, *taken, *taken + n);
+            ok = give_back(m, c, true, *taken, *taken + n);
             *taken += n;
         }
         __syncwarp();  // another lane may count the next token's cells
+        return __all_sync(0xffffffffu, ok) != 0;
     }
 
     __device__ void finish(int token, const Terms& t) const {
@@ -320,9 +324,7 @@ struct Sums {
             value = __ldcg(cell_weights(reinterpret_cast<const char*>(cell)) + (own_row ? 0 : lane_id()));
         reinterpret_cast<float*>(a.out_weights)[token * m.ep.topk + lane_id()] = value;
     }
-    __device__ static bool has_far(const Terms& t) {
-        return __any_sync(0xffffffffu, t.order >= 0 && !t.near) != 0;
-    }
+    __device__ static bool has_far(const Terms& t) { return __any_sync(0xffffffffu, t.order >= 0 && !t.near) != 0; }
 
     // Tokens of channel `number`, in order; those without rows of other hosts are left to all warps.
     __device__ bool sum_channel(int number) const {
@@ -332,7 +334,7 @@ struct Sums {
             int n = 0;
             if (!take_cells(t, number, &n)) return false;
             finish(token, t);
-            give_cells_back(t, number, n);
+            if (!give_cells_back(t, number, n)) return false;
         }
         return true;
     }

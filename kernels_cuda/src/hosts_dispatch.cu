@@ -79,7 +79,7 @@ struct Rows {
             auto* to = reinterpret_cast<float*>(reinterpret_cast<char*>(__shfl_sync(0xffffffffu, base, lane)) +
                                                 ep.slot_scales) +
                        static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.scale_dim;
-            for (int i = lane_id(); i < ep.scale_dim; i += 32) 
+            for (int i = lane_id(); i < ep.scale_dim; i += 32)
                 store_window(to + i, kCame ? __ldcg(row_scales + i) : __ldg(row_scales + i));
         }
         store_words(e, owner, base);
@@ -96,7 +96,8 @@ struct Rows {
         for (unsigned left = __ballot_sync(0xffffffffu, is_first(owner >= 0, owner)); left != 0; left &= left - 1) {
             const int lane = lowest(left), rank = __shfl_sync(0xffffffffu, owner, lane);
             auto* slot = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, base, lane));
-            const std::size_t at = static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.topk + lane_id();
+            const std::size_t at =
+                static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.topk + lane_id();
             if (lane_id() >= ep.topk) continue;
             const bool there = owner == rank;
             store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + at,
@@ -121,7 +122,7 @@ struct Rows {
         }
         const Record record(cell + m.ep.row_bytes, m.ep.topk);
         record.store(token, e);
-        for (int i = lane_id(); i < m.ep.scale_dim; i += 32) 
+        for (int i = lane_id(); i < m.ep.scale_dim; i += 32)
             store_window(record.scales() + i, __ldg(scales(token) + i));
     }
 
@@ -169,7 +170,7 @@ struct Rows {
             store<true>(e, payloads(e), cell, record.scales());
             came_from(m, a.source, c.peer, i * m.h.channels + c.number).store(record.token(), e);
             __syncwarp();
-            if (lane_id() == 0) give_back(m, c, false, taken, taken + 1);
+            if (!all_lanes(lane_id() != 0 || give_back(m, c, false, taken, taken + 1))) return false;
         }
         __syncwarp();
         if (lane_id() == 0) *count = taken;
@@ -182,7 +183,8 @@ struct Rows {
         const gin::Queue queue(m.ep, m.h.gin, c.queue(m));
         const int n = moves ? cells(__ldcg(lists.sent + c.peer), c) : 0;
         const std::uint64_t slot = m.slot(__ldcg(plan.slot + c.rank));
-        const std::uint64_t ring = m.h.off_sending + static_cast<std::uint64_t>(c.index(m)) * m.h.cells * m.h.cell_bytes;
+        const std::uint64_t ring =
+            m.h.off_sending + static_cast<std::uint64_t>(c.index(m)) * m.h.cells * m.h.cell_bytes;
         for (int i = 0; i < n; ++i) {
             if (i % m.h.cells == 0 && !queue.flush()) return false;
             const int token = crossing(c, i), number = i * m.h.channels + c.number;
@@ -191,15 +193,16 @@ struct Rows {
             stage(m.here(cell), token, e);
             const std::uint64_t row = __shfl_sync(0xffffffffu, e.row, lowest(__ballot_sync(0xffffffffu, e.id >= 0)));
             __syncwarp();
-            if (lane_id() == 0) {
-                queue.put(c.rank, m.place(slot + row * m.ep.row_bytes), m.place(cell), m.ep.row_bytes, true);
-                queue.put(c.rank, m.place(slot + record_offset(m.index_at(c.peer), number)),
-                          m.place(cell + m.ep.row_bytes), m.h.record_bytes, false);
-            }
+            bool ok = true;
+            if (lane_id() == 0)
+                ok = queue.put(c.rank, m.place(slot + row * m.ep.row_bytes), m.place(cell), m.ep.row_bytes, true) &&
+                     queue.put(c.rank, m.place(slot + record_offset(m.index_at(c.peer), number)),
+                               m.place(cell + m.ep.row_bytes), m.h.record_bytes);
+            if (!all_lanes(ok)) return false;
         }
         __syncwarp();
         bool ok = true;
-        if (lane_id() == 0) ok = raise(m, queue, c.rank, raised_there(m, Raised::tail, c), 1);
+        if (lane_id() == 0) ok = queue.signal(c.rank, raised_there(m, Raised::tail, c), 1);
         return all_lanes(ok);
     }
     __device__ std::uint64_t record_offset(int peer, int number) const {
@@ -236,8 +239,8 @@ struct Rows {
             piece.span(cut, p);
             piece.load_shared(slot + first * m.ep.row_bytes);
             for (unsigned left = others; left != 0; left &= left - 1)
-                piece.store(slot + static_cast<std::size_t>(__shfl_sync(0xffffffffu, row, lowest(left))) *
-                                       m.ep.row_bytes);
+                piece.store(slot +
+                            static_cast<std::size_t>(__shfl_sync(0xffffffffu, row, lowest(left))) * m.ep.row_bytes);
         }
     }
 
@@ -347,7 +350,8 @@ __device__ void receive(const Rows& r, std::uint64_t epoch) {
     for (int i = static_cast<int>(threadIdx.x); i < m.local; i += static_cast<int>(blockDim.x))
         if (m.first() + i != m.ep.rank)
             ok = wait_patiently(m, arrival_at(m, m.ep.rank, m.first() + i), epoch * kRound, HAL_CUDA_STAGE_ROWS,
-                                m.first() + i) && ok;
+                                m.first() + i) &&
+                 ok;
     if (m.h.hierarchical) return;
     for (int i = static_cast<int>(threadIdx.x); i < channel_count(m.h); i += static_cast<int>(blockDim.x)) {
         const Channel c(m, i);

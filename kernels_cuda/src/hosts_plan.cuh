@@ -96,7 +96,8 @@ __device__ inline void number_all(const Map& m, const hal_cuda_dispatch_args& a,
         lists.cross[static_cast<std::size_t>(peer) * a.tokens + number] = token;
     };
     const int units = ep.world + ep.experts + m.hosts(), warps = static_cast<int>(gridDim.x) * warps_in_block();
-    for (int unit = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); unit < units; unit += warps) {
+    for (int unit = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x); unit < units;
+         unit += warps) {
         int count = 0;
         if (unit < ep.world) {
             auto wanted = [&](int id) { return owner.of(id, ep) == unit; };
@@ -152,8 +153,8 @@ __device__ inline bool exchange_headers(const Headers& headers, const hal_cuda_d
     for (int i = 1 + warp_id(); i < m.hosts(); i += warps_in_block()) {
         const int to = (m.host + i) % m.hosts(), rank = to * m.local + m.h.gin.lsa_rank;
         if (lane_id() != 0) continue;
-        queue.put(rank, m.place(headers.inbox(m.host)), m.place(headers.outbox()), headers.words * 8ull);
-        ok = raise(m, queue, rank, {m.place(headers.came(m.host))}, 1) && ok;
+        ok = queue.put(rank, m.place(headers.inbox(m.host)), m.place(headers.outbox()), headers.words * 8ull) &&
+             queue.signal(rank, gin::Word{m.place(headers.came(m.host))}, 1) && ok;
     }
     for (int i = 1 + warp_id(); i < m.hosts(); i += warps_in_block()) {
         const int from = (m.host + m.hosts() - i) % m.hosts(), source = from * m.local + m.h.gin.lsa_rank;
@@ -210,8 +211,7 @@ __device__ inline void place_all(const Headers& headers, const hal_cuda_dispatch
         counts[source] = static_cast<std::int32_t>(word_of(headers, source, headers.to_rank(ep.rank)));
     for (int peer = thread; peer < m.h.peers; peer += threads)
         lists.got[peer] = static_cast<std::int32_t>(
-            word_of(headers, m.peer_rank(peer),
-                    m.h.hierarchical ? headers.to_host(m.host) : headers.to_rank(ep.rank)));
+            word_of(headers, m.peer_rank(peer), m.h.hierarchical ? headers.to_host(m.host) : headers.to_rank(ep.rank)));
     for (int rank = warp_id(); rank < ep.world; rank += warps_in_block()) {
         unsigned start = 0;  // of the group that comes next, at that rank
         if (!ep.expert_layout) {
@@ -253,7 +253,7 @@ __device__ inline void place_all(const Headers& headers, const hal_cuda_dispatch
     int total = 0;
     for (int source = 0; source < ep.world; ++source) total += counts[source];
     counts[ep.world + kTotal] = total;
-    counts[ep.world + kRows] = ep.fixed_slots    ? ep.slot_rows
+    counts[ep.world + kRows] = ep.fixed_slots     ? ep.slot_rows
                                : ep.expert_layout ? static_cast<std::int32_t>(offsets[ep.local_experts])
                                                   : total;
 }
@@ -284,10 +284,12 @@ __device__ inline bool notify(const Map& m, const hal_cuda_dispatch_args& a, con
         if (m.first() + i != ep.rank) ok = await_neighbour(m, m.first() + i) && ok;
     if (__syncthreads_and(ok) == 0 || !exchange_headers(headers, a, plan, bad)) return false;
     int refused = 0;
-    ok = read_headers(headers, 1, [](int) { return 0; }, [&](int source, int, std::uint32_t value) {
-        plan.slot[source] = value & 0xffffffu;
-        refused |= look_at_flags(ep, a, source, value >> 24);
-    });
+    ok = read_headers(
+        headers, 1, [](int) { return 0; },
+        [&](int source, int, std::uint32_t value) {
+            plan.slot[source] = value & 0xffffffu;
+            refused |= look_at_flags(ep, a, source, value >> 24);
+        });
     refused = __syncthreads_or(refused);
     if (!ok) return false;
     if (!a.cached && !refused)
