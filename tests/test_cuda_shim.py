@@ -298,7 +298,7 @@ def two_teams() -> Iterator[Windows]:
     windows.close()
 
 
-NO_FENCE, FENCE, RELEASE, FENCE_OF_A_WARP = range(4)
+NO_FENCE, FENCE, RELEASE, FENCE_OF_A_WARP, GPU_FENCE_AND_RELEASE, GPU_FENCE = range(6)
 ACQUIRES, RELAXED, RELAXED_THEN_FENCE, SHUFFLE, SYNCWARP = range(5)
 
 
@@ -339,6 +339,13 @@ def test_a_shuffle_does_not_hand_on_what_a_lane_acquired(shim: Any, gpu: Gpu, pa
 
 def test_a_fence_covers_the_own_warp_alone_without_a_barrier(shim: Any, gpu: Gpu, pair: Windows) -> None:
     assert stale(shim, gpu, pair, FENCE_OF_A_WARP, rounds=1000) > 0  # __syncwarp joins 32 of 64 threads
+
+
+def test_a_fence_at_gpu_scope_neither_covers_a_peer_nor_hides_stores_from_a_later_release(
+    shim: Any, gpu: Gpu, pair: Windows
+) -> None:
+    assert stale(shim, gpu, pair, GPU_FENCE, rounds=1000) > 0
+    assert stale(shim, gpu, pair, GPU_FENCE_AND_RELEASE) == 0
 
 
 def test_without_the_adversary_stores_are_visible_at_once(shim: Any, gpu: Gpu, pair: Windows) -> None:

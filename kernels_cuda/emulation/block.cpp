@@ -311,7 +311,7 @@ void Block::keep(const Thread& thread, void* p, const void* value, std::size_t b
     Store store;
     store.to = static_cast<std::byte*>(p), store.bytes = static_cast<std::uint8_t>(bytes);
     std::memcpy(store.value, value, bytes);
-    store.thread = thread.thread, store.meetings = meetings_, store.clock = thread.clock;
+    store.block = index_, store.thread = thread.thread, store.meetings = meetings_, store.clock = thread.clock;
     const std::uint64_t most = atomic ? 2'000 : is_late_ ? 3'000'000 : 300'000;
     store.due = now() + random_.below(most);
     own_.add(store);
@@ -364,8 +364,12 @@ void Block::fence_covered(Thread& thread, bool system) {
         own_.take(covered, [](const Store& store) { store.apply(); });
         if (visible.size.load(std::memory_order_acquire) != 0) {
             const std::lock_guard lock(visible.mutex);
-            visible.stores.take([&](const Store& store) { return store.number <= acquired_; },
-                                [](const Store& store) { store.apply(); });
+            // This block's own are covered as before: a fence at GPU scope took nothing from their order.
+            visible.stores.take(
+                [&](const Store& store) {
+                    return store.number <= acquired_ || (store.block == index_ && covered(store));
+                },
+                [](const Store& store) { store.apply(); });
             visible.size.store(visible.stores.size(), std::memory_order_release);
         }
     } else if (!own_.empty()) {

@@ -19,7 +19,7 @@ struct Store {
     std::byte* to = nullptr;
     std::byte value[16] = {};
     std::uint8_t bytes = 0;
-    unsigned thread = 0;
+    unsigned block = 0, thread = 0;
     std::uint32_t meetings = 0;  // barriers of the block before it
     std::uint32_t clock = 0;     // of its thread, which each __syncwarp advances
     std::uint64_t due = 0;       // nanoseconds: visible then at the latest, if its block waits

@@ -96,11 +96,12 @@ __global__ void wait_for_ever(const std::uint64_t* word) {
 // Message passing between two launches that run at the same time: 64 words of data, then a flag.
 __global__ void send(std::uint32_t* data, std::uint64_t* flag, int fence, std::uint64_t epoch) {
     store_window(data + threadIdx.x, static_cast<std::uint32_t>(epoch));
+    if (fence >= 4) __threadfence();
     if (fence == 3) __syncwarp();
     if (fence != 3) __syncthreads();
     if (threadIdx.x != 0) return;
     if (fence == 1 || fence == 3) __threadfence_system();
-    if (fence == 2)
+    if (fence == 2 || fence == 4)
         add_release(flag, 1);
     else
         store_relaxed(flag, epoch);
