@@ -55,7 +55,7 @@ class TransportSpec:
 class Backend(Protocol):
     """A loaded backend. Loading it needs no device; connecting does.
 
-    It may have ``buffer_parts`` (spec with its defaults filled in, ranks, nodes), which gives the
+    It may have ``buffer_parts`` (spec with its defaults filled in, ranks, nodes, transport), which gives the
     :class:`hal.sizing.Part` that ``buffer_bytes`` of such an ExpertParallel consists of, for ``hal size``; and
     ``check_kernels`` (spec, ranks, nodes, seeds, rounds, mutation), which runs its kernels on an emulated device, one
     schedule for each seed, and gives ``runs``, ``steps`` and ``findings`` (``seed``, ``text``), for ``hal check NAME``.

@@ -22,8 +22,11 @@ class Part:
     formula: str
 
 
-def buffer_parts(spec: ExpertParallelSpec, ranks: int, nodes: int, backend: str = "host") -> list[Part]:
+def buffer_parts(
+    spec: ExpertParallelSpec, ranks: int, nodes: int, backend: str = "host", transport: str | None = None
+) -> list[Part]:
     """The parts of ``backend``'s buffer, in order; their bytes add up to ``ExpertParallel.buffer_bytes`` on every rank.
+    ``transport``: None = the backend's default.
 
     No device is needed. Raises ContractError for settings that an ExpertParallel would refuse.
     """
@@ -33,7 +36,7 @@ def buffer_parts(spec: ExpertParallelSpec, ranks: int, nodes: int, backend: str 
         raise ContractError(
             f"backend '{backend}' does not explain its buffer: make the ExpertParallel and read its buffer_bytes"
         )
-    return parts(complete, ranks, nodes)
+    return parts(complete, ranks, nodes, transport)
 
 
 def window_parts(sizes: Iterable[tuple[str, int]], signal_stride: int) -> list[Part]:

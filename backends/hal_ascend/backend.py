@@ -26,7 +26,7 @@ class AscendBackend:
         session: Session = get_transport(config.transport or "aclshmem", "ascend").load()(config, bootstrap)
         return session
 
-    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
+    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int, transport: str | None) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`; the same on the emulator and on an NPU."""
         _require_engine()
         from hal_ascend.engine import buffer_parts

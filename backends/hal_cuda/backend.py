@@ -31,11 +31,16 @@ class CudaBackend:
         session: Session = get_transport(config.transport, "cuda").load()(config, bootstrap)
         return session
 
-    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
-        """See :func:`hal.sizing.buffer_parts`."""
+    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int, transport: str | None) -> list[Part]:
+        """See :func:`hal.sizing.buffer_parts`. Nodes are hosts where the transport reaches others; with the default transport
+        where nothing else fits the schedule."""
+        from hal_cuda.crossing import crossing
         from hal_cuda.engine import pushes
         from hal_cuda.layout import buffer_parts
 
+        sums_by_host = spec.schedule == "hierarchical" and 1 < nodes < ranks
+        if nodes > 1 and (transport in ("gin", "gin_emulated") or (transport is None and sums_by_host)):
+            return buffer_parts(spec, ranks, False, crossing(spec, ranks, nodes))
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hal.arrays import Buffer
@@ -21,9 +22,11 @@ from hal.backend import Received
 from hal.config import ExpertParallelSpec
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal_cuda import native
+from hal_cuda.crossing import CHANNELS, Crossing, crossing
 from hal_cuda.faults import Faults, PeerRefused
 from hal_cuda.layout import HandleLayout, Layout, handle_layout, layout
 from hal_cuda.memory import Allocator
+from hal_cuda.over_hosts import OverHosts
 from hal_cuda.slots import Lease, Slots
 from hal_cuda.views import torch_of, view
 
@@ -86,9 +89,11 @@ class CudaEngine:
         self._session, self._spec, self.library = session, spec, session.library
         world = session.world_size
         self.local_experts = spec.num_experts // world
-        session._bootstrap.agree("settings of the CUDA backend", {COMBINE: os.environ.get(COMBINE, "")})
-        self._push = pushes(spec, world, session.config.topology.nodes)
-        self.place: Layout = layout(spec, world, self._push)
+        set_by = {name: os.environ.get(name, "") for name in (COMBINE, CHANNELS)}
+        session._bootstrap.agree("settings of the CUDA backend", set_by)
+        self._crossing = crosses(session, spec)
+        self._push = self._crossing is None and pushes(spec, world, session.config.topology.nodes)
+        self.place: Layout = layout(spec, world, self._push, self._crossing)
         self.buffer_bytes = self.place.total
         self.device = session.device_name
         self._timeout = float(spec.timeout or session.config.timeout)
@@ -101,6 +106,9 @@ class CudaEngine:
         self.library.memset(session.device, self._state_memory, 0, self.library.state_bytes, 0)
         self.library.stream_sync(session.device, 0)
         self._scratch = self._allocate_scratch()
+        self._over_hosts = (
+            None if self._crossing is None else OverHosts(session, spec, self._crossing, self._window, self.place)
+        )
         host, address = c_void_p(), c_uint64()
         self.library.host_alloc(session.device, 8 * spec.num_buffers, byref(host), byref(address))
         ctypes.memset(host, 0, 8 * spec.num_buffers)
@@ -116,10 +124,11 @@ class CudaEngine:
         self._in_flight = 0
         self._flight_limit = max(1, spec.num_buffers - 1)
         self._whole = PendingCombine(
-            State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 8), 0), None, None, None, False
+            State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 9), 0), None, None, None, False
         )
         self._ep = self._description()
         self.description = byref(self._ep)
+        self.launch, self.launch_combine = self._launches()
         self._dispatch_args = native.DispatchArgs()
         self._combine_args = native.CombineArgs()
         session._bootstrap.barrier()
@@ -180,7 +189,7 @@ class CudaEngine:
             self.tuning.dispatch_blocks if self._spec.layout == "expert" else min(8, self.tuning.dispatch_blocks),
             self.tuning.threads,
         )
-        self.library.dispatch(self.description, byref(args), on)
+        self.launch(byref(args), on)
         return self.received(pending, stream)
 
     def _dispatch(
@@ -226,7 +235,7 @@ class CudaEngine:
         args.sequence, args.host_word = self._sequence, self._host_word_address + 8 * lease.slot if exact else 0
         self._name_handle(args, new)
         args.blocks, args.threads = self._dispatch_shape(tokens)
-        self.library.dispatch(self.description, byref(args), on)
+        self.launch(byref(args), on)
         call = (like, tokens, addresses, wide, state, stream, phases)
         return PendingDispatch(new, lease, view, self._sequence if exact else 0, call)
 
@@ -249,8 +258,8 @@ class CudaEngine:
         return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)
 
     def received(self, pending: PendingDispatch, stream: int | None) -> Received:
+        self.settle(pending)  # may send again, and then the state is another
         state, spec = pending.state, self._spec
-        self.settle(pending)
         self._finish(stream)
         rows, place, local = state.rows, self.place, spec.num_experts // self._session.world_size
         words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
@@ -329,7 +338,7 @@ class CudaEngine:
             raise ContractError("a combine_send is still without its combine_recv: receive it before the next one")
         pending = self._pending_combine(x, state, topk_weights, weighted, stream, fused=False)
         args = self._name_combine(pending, native.SEND, x.ptr, -1)
-        self.library.combine(self.description, byref(args), self._on(stream))
+        self.launch_combine(byref(args), self._on(stream))
         self._finish(stream)
         self._combine_open = True
         return pending
@@ -363,7 +372,7 @@ class CudaEngine:
         args.out, args.out_weights = y.ptr, 0 if back is None else back.ptr
         args.bias0 = bias[0].ptr if bias else 0
         args.bias1 = bias[1].ptr if len(bias) > 1 else 0
-        self.library.combine(self.description, byref(args), on)
+        self.launch_combine(byref(args), on)
         self._finish(stream)
         return y, back
 
@@ -388,6 +397,7 @@ class CudaEngine:
         own, handle = state.memory.ptr, state.place
         shared = state.shared.ptr if state.shared is not None else own
         args.pos, args.idx, args.counts = shared + handle.pos, shared + handle.idx, shared + handle.counts
+        args.lists = shared + handle.lists
         args.weights = own + handle.weights
         args.source = (own if self._spec.layout == "expert" else shared) + handle.source
         args.window_offset = offset
@@ -400,7 +410,17 @@ class CudaEngine:
 
     # --- shapes of launches --------------------------------------------------------------------------------------
 
+    def _launches(self) -> tuple[Callable[[Any, int], None], Callable[[Any, int], None]]:
+        """The kernels of dispatch and combine: for one NVLink domain, or over hosts."""
+        library = self.library
+        if self._over_hosts is None:
+            return partial(library.dispatch, self.description), partial(library.combine, self.description)
+        both = (self.description, self._over_hosts.description)
+        return partial(library.hosts_dispatch, *both), partial(library.hosts_combine, *both)
+
     def _dispatch_shape(self, tokens: int) -> tuple[int, int]:
+        if self._crossing is not None:
+            return self._crossing.shape(self.tuning.dispatch_blocks, self.tuning.threads)
         most, spec = self.tuning.dispatch_blocks, self._spec
         if spec.layout == "expert":
             # A block's warps push a row each and fence together: few tokens are better spread over small blocks.
@@ -414,6 +434,8 @@ class CudaEngine:
         return max(min(-(-units // warps), self._session.properties.sms), 1), self.tuning.small_threads
 
     def _combine_shape(self, tokens: int) -> tuple[int, int]:
+        if self._crossing is not None:
+            return self._crossing.shape(self.tuning.combine_blocks, self.tuning.threads)
         if self._push:
             return self.tuning.combine_blocks, self.tuning.threads
         units = tokens * -(-self.place.combine_row_bytes // 2048)
@@ -425,7 +447,8 @@ class CudaEngine:
     def _new_state(self, like: Any, tokens: int, reused: State | None, on: int) -> State:
         place = self._places.get(tokens)
         if place is None:
-            place = self._places[tokens] = handle_layout(self._spec, self._session.world_size, self.place, tokens)
+            place = handle_layout(self._spec, self._session.world_size, self.place, tokens, self._crossing)
+            self._places[tokens] = place
         if reused is not None and self._spec.layout == "rank":
             # Nothing of such a handle changes with the rows or the weights that travel.
             return State(tokens, reused.memory, place, reused.rows, reused.shared or reused.memory)
@@ -439,7 +462,7 @@ class CudaEngine:
         shared = state.shared.ptr if state.shared is not None else own
         args.pos, args.idx, args.counts = shared + place.pos, shared + place.idx, shared + place.counts
         args.expert_counts, args.expert_offsets = shared + place.expert_counts, shared + place.expert_offsets
-        args.weights, args.source = own + place.weights, own + place.source
+        args.weights, args.source, args.lists = own + place.weights, own + place.source, shared + place.lists
 
     def _allocate_scratch(self) -> int:
         """Where a launch's blocks tell one another what they found in the ids."""
@@ -545,12 +568,34 @@ class CudaEngine:
             return  # kernels may still run into their limit; the memory goes with the process
         self.drain()
         self._closed = True
+        if self._over_hosts is not None:
+            self._over_hosts.close()
         if len(self._slots.free()) < self._spec.num_buffers:
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
         for memory in (self._state_memory, self._scratch):
             self.library.free(self._session.device, memory, 0)
         self._faults.close()
+
+
+def crosses(session: CudaSession, spec: ExpertParallelSpec) -> Crossing | None:
+    """How rows reach other hosts, or None where one NVLink domain spans the run. ContractError for what cannot be."""
+    world, local = session.world_size, int(session.properties.lsa_size)
+    if local == world:
+        return None
+    _check_limits(spec, world)
+    hosts, nodes = world // local, session.config.topology.nodes
+    if spec.schedule == "hierarchical" and nodes != hosts:
+        raise ContractError(
+            f"schedule='hierarchical' sums by host, and {world} ranks are on {hosts} hosts here, but topology.nodes is "
+            f"{nodes}: set topology.nodes={hosts}"
+        )
+    if spec.schedule != "hierarchical" and session.gin.rail:
+        raise ContractError(
+            f"schedule={spec.schedule!r} puts rows to every rank, and GIN has rail connections only here: use "
+            "schedule='hierarchical'"
+        )
+    return crossing(spec, world, hosts)
 
 
 def pushes(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
@@ -566,12 +611,7 @@ def pushes(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
 
 def _check_spec(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
     """Refuse what these kernels do not do. True if each rank sums its own rows of a token before they travel."""
-    if spec.completion != "strong_signal":
-        raise ContractError(f"completion={spec.completion!r} belongs to UDMA queues; on NVLink use 'strong_signal'")
-    if world > MAX_RANKS:
-        raise ContractError(f"{world} ranks: the CUDA kernels take at most {MAX_RANKS} in one NVLink domain")
-    if spec.top_k > MAX_TOP_K:
-        raise ContractError(f"top_k={spec.top_k}: the CUDA kernels take at most {MAX_TOP_K}")
+    _check_limits(spec, world)
     if spec.schedule != "hierarchical" or nodes == 1:
         return False
     if nodes != world:
@@ -580,3 +620,14 @@ def _check_spec(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
             f"by rank (topology.nodes={world}) or not at all (topology.nodes=1)"
         )
     return True
+
+
+def _check_limits(spec: ExpertParallelSpec, world: int) -> None:
+    if spec.completion != "strong_signal":
+        raise ContractError(
+            f"completion={spec.completion!r} belongs to UDMA queues; on NVLink and GIN use 'strong_signal'"
+        )
+    if world > MAX_RANKS:
+        raise ContractError(f"{world} ranks: the CUDA kernels take at most {MAX_RANKS}")
+    if spec.top_k > MAX_TOP_K:
+        raise ContractError(f"top_k={spec.top_k}: the CUDA kernels take at most {MAX_TOP_K}")

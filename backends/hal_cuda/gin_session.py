@@ -12,11 +12,10 @@ from typing import Any
 
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
-from hal.config import ExpertParallelSpec, HalConfig
+from hal.config import HalConfig
 from hal.errors import BackendUnavailable, ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp, profile
 from hal_cuda import native
-from hal_cuda.engine import CudaEngine
 from hal_cuda.session import CudaSession, SymmetricMemory, _op
 
 SIGNALS = "HAL_CUDA_GIN_SIGNALS"
@@ -236,12 +235,6 @@ class GinSession(CudaSession):
         self.library.gin_check(byref(self._ep), byref(self.gin), byref(args), int(seconds * 1e9), self.stream)
         self.library.stream_sync(self.device, self.stream)
         self.check(seconds)
-
-    def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
-        raise ContractError(
-            f"dispatch and combine of backend 'cuda' stay within one NVLink domain so far, and this run has "
-            f"{self.world_size // len(self.team)}: use ranks of one domain, or the ordering words (put, signal, quiet)"
-        )
 
     # --- end -----------------------------------------------------------------------------------------------------
 

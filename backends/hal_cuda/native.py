@@ -30,6 +30,10 @@ STAGES = (
     "barrier",
     "sources read by the network",
     "arrival at the peer",
+    "dispatch room in the peer's ring",
+    "dispatch rows of another host",
+    "combine room in the peer's ring",
+    "combine rows of another host",
 )
 STAMPED_STAGES = (2, 3, 5)
 """Stages whose words carry the round in their upper half."""
@@ -65,13 +69,13 @@ Ep: Any = _structure(
 DispatchArgs: Any = _structure(
     "DispatchArgs",
     (c_uint64, "x topk_idx topk_weights scales"),
-    (c_uint64, "pos idx weights source counts expert_counts expert_offsets host_word"),
+    (c_uint64, "pos idx weights source counts expert_counts expert_offsets lists host_word"),
     (c_uint32, "sequence"),
     (c_int32, "tokens idx_is_64 cached slot phases pad_to_rows blocks threads"),
 )
 CombineArgs: Any = _structure(
     "CombineArgs",
-    (c_uint64, "x out bias0 bias1 row_weights out_weights pos idx weights source counts"),
+    (c_uint64, "x out bias0 bias1 row_weights out_weights pos idx weights source counts lists"),
     (c_int64, "window_offset"),
     (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks"),
 )
@@ -101,6 +105,19 @@ GIN_TYPES = {0: "none", 2: "proxy", 3: "GDAKI", 4: "GPI", 100: "emulated"}
 GIN_CONNECTIONS = {1: "full", 2: "rail"}
 
 
+class Hosts(ctypes.Structure):
+    """What an ExpertParallel over several hosts has besides."""
+
+    _fields_ = (
+        ("gin", Gin),
+        *((name, c_uint64) for name in ["window", "counts", "plan"]),
+        *((name, c_uint64) for name in ["off_outbox", "off_inbox", "off_headers_came", "off_raised"]),
+        *((name, c_uint64) for name in ["off_sending", "off_received", "off_combine_sending", "off_combine_received"]),
+        *((name, c_int32) for name in ["hierarchical", "peers", "channels", "cells", "batch"]),
+        *((name, c_int32) for name in ["cell_bytes", "combine_cell_bytes", "record_bytes"]),
+    )
+
+
 class Properties(ctypes.Structure):
     """What NCCL and the driver say of a communicator and its GPU."""
 
@@ -120,6 +137,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "comm_create": (c_void_p, c_int, c_int, c_int, POINTER(c_void_p)),
     "emulator_create": (c_void_p, c_int, c_int, c_int, c_int, c_double, POINTER(c_void_p)),
     "emulator_mutate": (c_int,),
+    "emulator_mutate_network": (c_int,),
     "emulator_configure": (c_uint64, c_int),
     "emulator_limit": (c_double,),
     "comm_adopt": (c_void_p, c_int, POINTER(c_void_p)),
@@ -130,6 +148,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "window_destroy": (c_void_p, c_void_p),
     "dispatch": (c_void_p, c_void_p, c_uint64),
     "combine": (c_void_p, c_void_p, c_uint64),
+    "hosts_dispatch": (c_void_p, c_void_p, c_void_p, c_uint64),
+    "hosts_combine": (c_void_p, c_void_p, c_void_p, c_uint64),
     "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
     "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "gin_check": (c_void_p, c_void_p, c_void_p, c_uint64, c_uint64),

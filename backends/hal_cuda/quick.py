@@ -137,5 +137,5 @@ class Quick:
         y = self._torch.empty((handle._tokens, self._hidden), dtype=self._combine, device=self._device)
         args = engine.name_whole_combine(handle._state, x.data_ptr(), x.numel() * x.itemsize, weighted, stream)
         args.out = y.data_ptr()
-        engine.library.combine(engine.description, byref(args), stream)
+        engine.launch_combine(byref(args), stream)
         return y

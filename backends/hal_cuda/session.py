@@ -74,6 +74,9 @@ class View:
 class CudaSession:
     """See :class:`hal.backend.Session`. Operations are complete in the order of their calls, on every queue."""
 
+    gin: Any = None
+    """What leads to ranks of other domains (``native.Gin``); None in a session of one domain."""
+
     def __init__(
         self,
         library: native.Library,
@@ -210,11 +213,6 @@ class CudaSession:
     # --- dispatch and combine ------------------------------------------------------------------------------------
 
     def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
-        if len(self.team) != self.world_size:
-            raise ContractError(
-                f"{self.world_size} ranks in NVLink domains of {len(self.team)}: dispatch and combine run within one domain, "
-                "set topology.nodes=1 or run fewer ranks"
-            )
         engine = CudaEngine(self, spec)
         self._engines.add(engine)
         return engine

@@ -39,7 +39,7 @@ class HostBackend:
             transport.close()
             raise
 
-    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int) -> list[Part]:
+    def buffer_parts(self, spec: ExpertParallelSpec, ranks: int, nodes: int, transport: str | None) -> list[Part]:
         """See :func:`hal.sizing.buffer_parts`."""
         from hal_host.engine import shape_of
 

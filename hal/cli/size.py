@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
         raise ContractError(
             f"{settings.ranks} ranks cannot be laid out on {nodes} equal nodes; choose a divisor of ranks"
         )
-    parts = buffer_parts(settings.expert_parallel, settings.ranks, nodes, settings.backend.name)
+    parts = buffer_parts(
+        settings.expert_parallel, settings.ranks, nodes, settings.backend.name, settings.transport.name
+    )
     total = sum(part.nbytes for part in parts)
     if args.json:
         print(json.dumps({"total": total, "parts": [asdict(part) for part in parts]}, indent=2))

@@ -14,6 +14,8 @@ int fail(const std::string& text);
 
 namespace hal::cuda::emulation {
 
+std::atomic<NetworkMutation> network_mutation{NetworkMutation::none};
+
 Gin::Gin(Communicator& comm, int queues, int signals, bool strong, bool rail)
     : comm_(comm), signals_(signals), strong_(strong), rail_(rail),
       memory_(comm.create(sizeof(std::uint64_t) * static_cast<std::size_t>(std::max(queues * signals, 1)))),
@@ -53,6 +55,13 @@ Nic::Span Gin::signal_span(int peer, int queue, int index) const {
 }  // namespace hal::cuda::emulation
 
 using namespace hal::cuda;
+
+extern "C" int hal_cuda_emulator_mutate_network(int defect) {
+    if (defect < 0 || defect >= static_cast<int>(emulation::NetworkMutation::count))
+        return fail("no such defect: " + std::to_string(defect));
+    emulation::network_mutation.store(static_cast<emulation::NetworkMutation>(defect));
+    return 0;
+}
 
 extern "C" int hal_cuda_gin_create(void* comm, const hal_cuda_gin_needs* needs, hal_cuda_gin* out,
                                    hal_cuda_gin_properties* got) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Emulated GIN of one communicator: its card, its signals, and where windows lie.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -12,6 +13,17 @@ namespace hal::cuda::emulation {
 
 // ncclGinType_t ends well below it.
 constexpr int kEmulatedGin = 100;
+
+// Defects of GIN below the kernels, one at a time (tests/cuda_hosts_mutations.py).
+enum class NetworkMutation : int {
+    none,
+    strong_signal_is_weak,   // it covers nothing that was put before
+    flush_does_nothing,      // quiet("source") returns at once
+    signal_on_other_queue,   // strong signals are posted to the next queue
+    weak_signal_adds_twice,  // room in a ring is given back before its cells were taken
+    count,
+};
+extern std::atomic<NetworkMutation> network_mutation;
 
 class Gin {
   public:

@@ -17,6 +17,8 @@ int hal_cuda_emulator_create(const int* links, int world, int rank, int nodes, i
 
 /* Plants a defect below the kernels, for tests: a member of emulation::Mutation (order.hpp); 0 takes it away. */
 int hal_cuda_emulator_mutate(int defect);
+/* The same of emulation::NetworkMutation. */
+int hal_cuda_emulator_mutate_network(int defect);
 /* The seed of the launches from now on, and whether stores are kept back. */
 int hal_cuda_emulator_configure(uint64_t seed, int adversary);
 /* Seconds after which a block that only looks at memory ends its launch. */

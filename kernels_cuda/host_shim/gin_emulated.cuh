@@ -9,7 +9,7 @@ class Requests {
   public:
     // The sharing is a promise about other threads that only makes a real card's posts cheaper.
     Requests(const hal_cuda_gin& gin, int queue, Sharing)
-        : gin_(*reinterpret_cast<emulation::Gin*>(gin.comm)), queue_(queue) {}
+        : gin_(*reinterpret_cast<emulation::Gin*>(gin.comm)), queue_(queue), queues_(gin.queues) {}
 
     void put(int peer, Place to, Place from, std::uint64_t bytes, bool more) const {
         release();
@@ -37,7 +37,9 @@ class Requests {
     template <class Target>
     void signal(int peer, Target target, std::uint64_t add, bool strong) const {
         release();
-        gin_.nic().signal(queue_, peer, signal_of(peer, target, add, strong));
+        if (!strong && has(emulation::NetworkMutation::weak_signal_adds_twice)) add *= 2;
+        const bool astray = strong && has(emulation::NetworkMutation::signal_on_other_queue);
+        gin_.nic().signal(astray ? (queue_ + 1) % queues_ : queue_, peer, signal_of(peer, target, add, strong));
     }
     void get(int peer, Place from, Place to, std::uint64_t bytes) const {
         release();
@@ -48,6 +50,7 @@ class Requests {
     template <class Watch>
     bool flush(std::uint32_t*, Watch watch) const {
         __syncwarp();
+        if (has(emulation::NetworkMutation::flush_does_nothing)) return true;
         bool ok = true;
         if ((threadIdx.x & 31) == 0) {
             const std::uint64_t before = gin_.nic().now();
@@ -87,10 +90,13 @@ class Requests {
     }
     bool checked(bool strong) const {
         if (strong && !gin_.strong()) emulation::running->block->trap("a strong signal on a card that has none");
-        return strong;
+        return strong && !has(emulation::NetworkMutation::strong_signal_is_weak);
+    }
+    static bool has(emulation::NetworkMutation defect) {
+        return emulation::network_mutation.load(std::memory_order_relaxed) == defect;
     }
     emulation::Gin& gin_;
-    int queue_;
+    int queue_, queues_;
 };
 
 }  // namespace hal::cuda::gin

@@ -19,17 +19,21 @@ extern "C" {
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
 enum {
     HAL_CUDA_STAGE_NONE = 0,
-    HAL_CUDA_STAGE_PREVIOUS_ROUND, /* dispatch: the peer's rows of the round before */
-    HAL_CUDA_STAGE_HEADER,         /* dispatch: the peer's counts and receive slot */
-    HAL_CUDA_STAGE_GRID,           /* this GPU's own blocks */
-    HAL_CUDA_STAGE_ROWS,           /* dispatch: the peer's rows */
-    HAL_CUDA_STAGE_READY,          /* combine: the peer's rows to read, or its staging to write */
-    HAL_CUDA_STAGE_COMBINE_ROWS,   /* combine: a row that the peer pushes */
-    HAL_CUDA_STAGE_DONE,           /* combine: the peer has read this rank's rows */
-    HAL_CUDA_STAGE_WAIT,           /* Session.wait */
-    HAL_CUDA_STAGE_BARRIER,        /* Session.barrier */
-    HAL_CUDA_STAGE_SOURCE,         /* quiet("source"): the network has read what this rank put */
-    HAL_CUDA_STAGE_REMOTE,         /* quiet("remote"): the peer has what this rank put */
+    HAL_CUDA_STAGE_PREVIOUS_ROUND,   /* dispatch: the peer's rows of the round before */
+    HAL_CUDA_STAGE_HEADER,           /* dispatch: the peer's counts and receive slot */
+    HAL_CUDA_STAGE_GRID,             /* this GPU's own blocks */
+    HAL_CUDA_STAGE_ROWS,             /* dispatch: the peer's rows */
+    HAL_CUDA_STAGE_READY,            /* combine: the peer's rows to read, or its staging to write */
+    HAL_CUDA_STAGE_COMBINE_ROWS,     /* combine: a row that the peer pushes */
+    HAL_CUDA_STAGE_DONE,             /* combine: the peer has read this rank's rows */
+    HAL_CUDA_STAGE_WAIT,             /* Session.wait */
+    HAL_CUDA_STAGE_BARRIER,          /* Session.barrier */
+    HAL_CUDA_STAGE_SOURCE,           /* quiet("source"): the network has read what this rank put */
+    HAL_CUDA_STAGE_REMOTE,           /* quiet("remote"): the peer has what this rank put */
+    HAL_CUDA_STAGE_ROOM,             /* dispatch over hosts: room in the peer's ring of a channel */
+    HAL_CUDA_STAGE_CROSSING,         /* dispatch over hosts: the peer's rows */
+    HAL_CUDA_STAGE_COMBINE_ROOM,     /* combine over hosts: room in the peer's ring of a channel */
+    HAL_CUDA_STAGE_COMBINE_CROSSING, /* combine over hosts: the peer's rows or sums */
 };
 enum { HAL_CUDA_BAD_ID = 1, HAL_CUDA_BAD_DUPLICATE = 2 }; /* hal_cuda_error.detail of BAD_INPUT */
 
@@ -75,16 +79,36 @@ typedef struct hal_cuda_gin {
     int32_t slots, unused;                   /* signal slots of hal_cuda_gin_ops */
 } hal_cuda_gin;
 
+/* What an ExpertParallel over several hosts has beside hal_cuda_ep (kernels_cuda/src/hosts.cuh). Its peers are the ranks
+ * that GIN takes it to: of the same rail on each other host (hierarchical), or all ranks of other hosts (direct). In its
+ * hal_cuda_ep, `peers` is the window of lsa_rank 0 of this host, and what neighbours write has an entry for each of them.
+ */
+typedef struct hal_cuda_hosts {
+    hal_cuda_gin gin;
+    uint64_t window; /* ncclWindow_t of this ExpertParallel's window */
+    uint64_t
+        counts;    /* this rank's own: [4, peers x channels] uint64 cells sent and taken so far, zeroed at the start */
+    uint64_t plan; /* this rank's own: 2 x ranks + experts + hosts uint32 */
+    uint64_t off_outbox, off_inbox, off_headers_came, off_raised;
+    uint64_t off_sending, off_received, off_combine_sending, off_combine_received; /* rings of cells, by channel */
+    int32_t hierarchical, peers, channels, cells,
+        batch; /* channels of each peer; cells of a ring; batch at most half */
+    int32_t cell_bytes, combine_cell_bytes;
+    int32_t record_bytes; /* direct: of a row's words in slot_meta [peers, max_tokens] */
+} hal_cuda_hosts;
+
 enum { HAL_CUDA_SEND = 1, HAL_CUDA_RECV = 2 };
 
 /* One dispatch. Handle arrays live as long as the handle: pos [T, R] rows at each rank (layout rank) or [T, k] rows
  * (layout expert), -1 = none; idx and weights [T, k]; source: layout rank [rows] int32 source token; layout expert
  * [R * max_tokens, k] rows, as many weights, then [R * max_tokens] source tokens; counts [R] int32 rows from each rank,
  * then the total, the rows with padding, the round, and (fixed slots, layout expert) [L, R] rows of each expert and rank;
- * expert_counts [L] and expert_offsets [L + 1] as the caller gets them, who may overwrite its own. */
+ * expert_counts [L] and expert_offsets [L + 1] as the caller gets them, who may overwrite its own.
+ * Over several hosts: pos [T, k] places among this rank's rows for a destination, -1 = none; source and lists as
+ * `came_from` and `Lists` of hosts.cuh say. */
 typedef struct hal_cuda_dispatch_args {
     uint64_t x, topk_idx, topk_weights, scales;
-    uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets;
+    uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets, lists;
     uint64_t host_word; /* pinned: sequence << 32 | rows, written as soon as the rows are known; 0 = not wanted */
     uint32_t sequence;
     int32_t tokens, idx_is_64, cached, slot, phases;
@@ -96,7 +120,7 @@ typedef struct hal_cuda_dispatch_args {
  * `scratch_slot` (pull), or read in place and pushed into the peers' scratch slots (push). */
 typedef struct hal_cuda_combine_args {
     uint64_t x, out, bias0, bias1, row_weights, out_weights;
-    uint64_t pos, idx, weights, source, counts;
+    uint64_t pos, idx, weights, source, counts, lists;
     int64_t window_offset;
     int32_t tokens, weighted, carries_weights, scratch_slot, push, phases;
     int32_t late_done; /* pull: x may not be written before the next dispatch, so nobody waits for its readers here */
@@ -171,6 +195,10 @@ int hal_cuda_window_destroy(void* comm, hal_cuda_window* window);
 
 int hal_cuda_dispatch(const hal_cuda_ep* ep, const hal_cuda_dispatch_args* args, uint64_t stream);
 int hal_cuda_combine(const hal_cuda_ep* ep, const hal_cuda_combine_args* args, uint64_t stream);
+int hal_cuda_hosts_dispatch(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, const hal_cuda_dispatch_args* args,
+                            uint64_t stream);
+int hal_cuda_hosts_combine(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, const hal_cuda_combine_args* args,
+                           uint64_t stream);
 int hal_cuda_state_bytes(void);
 /* Bounded host wait for *word >> 32 == sequence; 0 and *value, 1 when time is up, 2 when `error` was claimed. */
 int hal_cuda_await_rows(const uint64_t* word, uint32_t sequence, const hal_cuda_error* error, double seconds,

@@ -61,11 +61,11 @@ __device__ __forceinline__ int awaited(Who who) {
     return who();
 }
 
-// Polls `load` until `ok`; false after ep.timeout_ns, or when another block has failed. The clock is read once for many
+// Polls `load` until `ok`; false after `patience` times ep.timeout_ns, or when another block has failed. The clock is read once for many
 // polls: reading it costs more than a poll.
 template <class Load, class Ok, class Rank>
 __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok ok, int stage, Rank rank,
-                                           std::uint64_t expected, int queue = 0) {
+                                           std::uint64_t expected, int queue = 0, unsigned patience = 1) {
     auto value = load();
     if (ok(value)) return true;
     const std::uint64_t start = nanoseconds();
@@ -84,7 +84,7 @@ __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok 
         const int who = static_cast<int>(static_cast<std::uint32_t>(abort)) - 2;
         const bool closed = abort >> 32 != 0;
         if (closed && who != awaited(rank)) abort = 0;
-        if (abort == 0 && nanoseconds() - start <= ep.timeout_ns) continue;
+        if (abort == 0 && nanoseconds() - start <= patience * ep.timeout_ns) continue;
         hal_cuda_error what{};
         what.kind = HAL_CUDA_TIMEOUT, what.rank = abort != 0 ? who : awaited(rank), what.stage = stage,
         what.queue = queue;
@@ -172,14 +172,15 @@ struct Launch {
 
 // Every block of the launch has come this far, and what it wrote before is visible. All blocks must be resident: there
 // are never more than the device has multiprocessors.
-__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, int number) {
+__device__ inline bool grid_barrier(const hal_cuda_ep& ep, Counters& counters, int number, unsigned patience = 1) {
     int ok = 1;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&counters.arrived[number], 1u);
         auto load = [&] { return load_acquire_gpu(&counters.arrived[number]); };
-        ok = wait_until(ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x);
+        ok = wait_until(
+            ep, load, [&](unsigned v) { return v >= gridDim.x; }, HAL_CUDA_STAGE_GRID, ep.rank, gridDim.x, 0, patience);
     }
     return __syncthreads_and(ok) != 0;
 }

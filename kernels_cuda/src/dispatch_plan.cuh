@@ -50,7 +50,7 @@ struct Plan {
 // Before block 0 sends its header the peers must have finished the round before: until then they may still read the old
 // one. Rows that peers were reading for a combine must be
 // read, since their slot may be offered now. One warp looks while the others work the routing out.
-__device__ void await_previous_round(const hal_cuda_ep& ep, std::uint64_t finished) {
+__device__ inline void await_previous_round(const hal_cuda_ep& ep, std::uint64_t finished) {
     for (int peer = lane_id(); peer < ep.world; peer += 32) {
         if (peer == ep.rank) continue;
         const std::uint64_t* arrived = arrival_at(ep, ep.rank, peer);
@@ -62,7 +62,7 @@ __device__ void await_previous_round(const hal_cuda_ep& ep, std::uint64_t finish
 }
 
 // Ids that break the contract: reported by the block that found them, and known to all blocks.
-__device__ void refuse(const hal_cuda_ep& ep, hal_cuda_error bad, Counters& counters) {
+__device__ inline void refuse(const hal_cuda_ep& ep, hal_cuda_error bad, Counters& counters) {
     bad.kind = HAL_CUDA_BAD_INPUT, bad.rank = ep.rank, bad.stage = HAL_CUDA_STAGE_HEADER, bad.queue = 0;
     bad.expected = ep.experts, bad.seen = 0;
     report(ep, bad, false);
@@ -181,8 +181,8 @@ __device__ void send_header(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
     }
 }
 
-__device__ void send_expert_counts(const hal_cuda_ep& ep, OwnedExperts own, const unsigned* totals,
-                                   std::uint64_t epoch) {
+__device__ inline void send_expert_counts(const hal_cuda_ep& ep, OwnedExperts own, const unsigned* totals,
+                                          std::uint64_t epoch) {
     for (int i = threadIdx.x; i < own.count * ep.world; i += blockDim.x) {
         const int peer = i / own.count, o = i % own.count;
         store_relaxed(header_at(ep, peer, ep.rank) + 1 + ep.world + own.first + o, stamped(epoch, totals[o]));
@@ -190,7 +190,8 @@ __device__ void send_expert_counts(const hal_cuda_ep& ep, OwnedExperts own, cons
 }
 
 // Whether a source's flags stop the round; the first block says why.
-__device__ bool look_at_flags(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int source, unsigned flags) {
+__device__ inline bool look_at_flags(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int source,
+                                     unsigned flags) {
     const bool bad = (flags & kBadInput) != 0, mixed = ((flags & kCached) != 0) != (a.cached != 0);
     if (!bad && !mixed) return false;
     hal_cuda_error what{};
