@@ -180,7 +180,9 @@ def test_env_names_the_versions() -> None:
 # --- size -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [[], ["backend=ascend", "transport=udma_emulated"]])
+@pytest.mark.parametrize(
+    "backend", [[], ["backend=ascend", "transport=udma_emulated"], ["backend=cuda", "transport=gin_emulated"]]
+)
 def test_size_is_what_an_expert_parallel_allocates(backend: list[str]) -> None:
     import hal as package
 

@@ -104,7 +104,7 @@ def same(name: str, given: Any, wanted: Array | None) -> None:
         assert given is None, f"{name} should be None"
         return
     given = fetch(given)
-    assert (given.dtype, given.shape) == (wanted.dtype, wanted.shape), name
+    assert (given.dtype, given.shape) == (wanted.dtype, wanted.shape), (name, given.shape, wanted.shape)
     if given.tobytes() != np.ascontiguousarray(wanted).tobytes():
         width = wanted.size // len(wanted) * wanted.itemsize  # nothing empty gets here
         rows = np.flatnonzero((bits(given, width) != bits(wanted, width)).any(axis=1))

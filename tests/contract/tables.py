@@ -28,14 +28,11 @@ class Entry:
 
 _UDMA = "completion protocols of UDMA queues: NVLink stores have neither queue pairs nor completion entries"
 
-_DOMAINS = "ranks of several NVLink domains need GIN"
-
 UNSUPPORTED: list[Entry] = [
     *(
         Entry("cuda/*", _UDMA, where={"completion": completion})
         for completion in ("strong_signal_no_cqe", "strong_last", "flag_in_block")
     ),
-    *(Entry("cuda/gin_emulated", _DOMAINS, where={"shape": shape}) for shape in ((4, 2), (6, 3))),
 ]
 """Settings that the target refuses with a ContractError; test_refused.py checks that it does."""
 
@@ -45,11 +42,14 @@ EXPECTED_FAILURE: list[Entry] = [
         "a dispatch that reuses a handle does not wait for the GPU, so its rank is told by its next call",
         "test_a_rank_that_reuses_a_handle_while_another_exchanges_counts",
     ),
-    Entry(
-        "cuda/*",
-        "the only slot is receive slot and combine's scratch, so a combine and a dispatch cannot both be on their way",
-        "test_halves_leave_room_for_other_work",
-        {"num_buffers": 1, "schedule": "direct"},
+    *(
+        Entry(
+            "cuda/*",
+            "the only slot is receive slot and combine's scratch, so a combine and a dispatch cannot both be on their way",
+            "test_halves_leave_room_for_other_work",
+            {"num_buffers": 1, "schedule": schedule},
+        )
+        for schedule in ("direct", "hierarchical")
     ),
 ]
 """Tests that ought to pass and do not yet (strict: passing is a failure)."""
