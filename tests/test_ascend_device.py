@@ -26,7 +26,7 @@ from hal.ordering import Order, QuietScope, SignalOp
 
 ROOT = Path(__file__).resolve().parents[1]
 ASCEND = ROOT / "kernels_ascend"
-INCLUDE = [f"-I{ASCEND}", f"-I{ASCEND / 'host_shim'}", f"-I{ROOT / 'hal/include'}"]
+INCLUDE = [f"-I{ASCEND}", f"-I{ASCEND / 'host_shim'}", f"-I{ROOT / 'kernels_host'}", f"-I{ROOT / 'hal/include'}"]
 FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-attributes", "-ffp-contract=off"]
 
 
@@ -113,10 +113,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     device = [ASCEND / "device" / name for name in ("acl_runtime.cpp", "c_abi.cpp")]
     sources = [
         *device, ASCEND / "launch" / "ep_host.cpp", ASCEND / "kernels" / "entry.cpp",
-        *sorted((ASCEND / "emulation").glob("*.cpp")),
+        *sorted((ASCEND / "emulation").glob("*.cpp")), ROOT / "kernels_host" / "fiber" / "fiber.cpp",
         ROOT / "tests" / "ascend_one_device" / "fake_sdk.cpp",
     ]  # fmt: skip
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
     jobs = [
         ["g++", *FLAGS, "-O1", "-fPIC", "-c", *INCLUDE, str(s), "-o", str(o)]
         for s, o in zip(sources, objects, strict=True)

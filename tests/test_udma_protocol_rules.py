@@ -94,7 +94,8 @@ def test_rule_55_payload_behind_the_flag_must_not_come_from_the_cache() -> None:
 
 
 def compiles(source: str) -> subprocess.CompletedProcess[str]:
-    include = [f"-I{ROOT / 'kernels_ascend'}", f"-I{ROOT / 'kernels_ascend/host_shim'}", f"-I{ROOT / 'hal/include'}"]
+    folders = ("kernels_ascend", "kernels_ascend/host_shim", "kernels_host", "hal/include")
+    include = [f"-I{ROOT / folder}" for folder in folders]
     command = ["g++", "-std=c++20", "-fsyntax-only", "-x", "c++", "-Wno-attributes", *include, "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True, timeout=60, check=False)
 
