@@ -5,11 +5,13 @@ promises is in tests/contract."""
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,3 +130,24 @@ def test_the_functions_of_torch_npu_take_what_we_give() -> None:
         assert most - len(functions[name].defaults) <= given <= most, name
     used = {node.attr for node in ast.walk(trees[2]) if isinstance(node, ast.Attribute)}
     assert "npu_stream" in used
+
+
+def test_a_signals_value_is_kept_until_it_is_copied() -> None:
+    """Memory that is free when the value is copied is soon somebody else's, another rank thread's say: signals of 0 came of
+    that, one in some thousands. So whoever asks for the copy must hold the value."""
+
+    def body(comm: hal.Communicator) -> None:
+        session: Any = comm._session
+        copy, held = session._stage, []
+
+        def stage(address: int, nbytes: int) -> int:
+            values = [v for v in sys._getframe(1).f_locals.values() if isinstance(v, ctypes.c_uint64)]
+            held.append(address in map(ctypes.addressof, values))
+            return int(copy(address, nbytes))
+
+        session._stage = stage
+        comm.queue(0).signal(3, 1 - comm.rank, 5)
+        assert comm.wait(3, 5) == 5
+        assert held == [True]
+
+    hal.spawn(2, body, config=CONFIG)

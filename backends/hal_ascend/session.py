@@ -119,7 +119,8 @@ class EmulatedAscendSession:
 
     def signal(self, slot: int, peer: int, value: int, op: SignalOp, queue: int, order: Order) -> None:
         self._require_usable()
-        word = self._stage(ctypes.addressof(ctypes.c_uint64(value)), 8)
+        kept = ctypes.c_uint64(value)  # by its name until it is copied: addressof holds no reference
+        word = self._stage(ctypes.addressof(kept), 8)
         self.device.signal(self._slot(slot), word, peer, value, int(op), queue, int(order))
 
     def read_signal(self, slot: int) -> int:
