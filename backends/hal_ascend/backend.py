@@ -12,9 +12,9 @@ from hal_ascend.probe import probe_emulator
 if TYPE_CHECKING:
     from hal.backend import Session
     from hal.bootstrap import Bootstrap
+    from hal.checker.rounds import Report
     from hal.config import ExpertParallelSpec, HalConfig
     from hal.sizing import Part
-    from hal_ascend.check import Report
 
 
 class AscendBackend:

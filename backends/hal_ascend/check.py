@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hal.checker.pictures import Picture
-from hal.checker.rounds import InFlight, Round, WrongBits
+from hal.checker.rounds import Finding, InFlight, Report, Round, WrongBits
 from hal.config import ExpertParallelSpec, TopologyConfig
 from hal.errors import CapacityError, ContractError, HalError
 from hal_ascend import _engine
@@ -83,27 +81,6 @@ class World:
 
     def close(self) -> None:
         self._pool.shutdown()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What went wrong on which seed: wrong bits, a rule's Fault, a hang, an error of hal.errors."""
-
-    seed: int
-    text: str
-    picture: Picture | None = field(default=None, compare=False)
-    """The end of the run, as a diagram."""
-
-
-@dataclass(frozen=True)
-class Report:
-    spec: ExpertParallelSpec
-    ranks: int
-    nodes: int
-    runs: int
-    steps: int
-    """Scheduler steps of all runs together; every claim is bounded by these."""
-    findings: tuple[Finding, ...]
 
 
 def check(

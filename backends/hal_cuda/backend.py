@@ -20,7 +20,7 @@ from hal_cuda.session import CudaSession
 
 if TYPE_CHECKING:
     from hal.checker.program import Program
-    from hal_cuda.check import Report
+    from hal.checker.rounds import Report
 
 _UNIQUE_ID_BYTES = 128
 _log = logging.getLogger("hal.cuda")

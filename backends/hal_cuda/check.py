@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hal.checker.pictures import Picture
-from hal.checker.rounds import InFlight, Round, WrongBits
+from hal.checker.rounds import Finding, InFlight, Report, Round, WrongBits
 from hal.config import ExpertParallelSpec, HalConfig, TopologyConfig
 from hal.errors import ContractError, HalError
 from hal.launch import spawn
@@ -32,26 +31,6 @@ TRANSPORT = "gin_emulated"
 SECONDS = 10.0
 """Of a wait: processors are shared, and a defect that hangs a rank ends a run only then."""
 NETWORK_SEED = "HAL_SWNIC_SEED"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What went wrong on which seed: wrong bits, a kernel that the emulator ended, an error of hal.errors."""
-
-    seed: int
-    text: str
-    picture: Picture | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    spec: ExpertParallelSpec
-    ranks: int
-    nodes: int
-    runs: int
-    steps: int
-    """Kernels run in all runs together."""
-    findings: tuple[Finding, ...]
 
 
 def check(

@@ -53,8 +53,12 @@ def threads() -> int:
 class _Emulated:
     """What sessions over emulated GPUs have besides. ``links`` are a rank's sockets to the other ranks."""
 
-    _links: list[socket.socket | None]
     properties: Any
+
+    def __init__(self, *joined: Any, links: list[socket.socket | None]) -> None:
+        """``joined``: the real session's arguments. ``links`` are closed with it."""
+        self._links = links
+        super().__init__(*joined, device_name="cpu")  # type: ignore[call-arg]  # the real session's
 
     def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
         blocks = self.properties.sms
@@ -66,36 +70,11 @@ class _Emulated:
 
 
 class EmulatedCudaSession(_Emulated, CudaSession):
-    """A rank's connection over emulated GPUs of one NVLink domain. ``links`` are closed with it."""
-
-    def __init__(
-        self,
-        library: native.Library,
-        comm: int,
-        properties: Any,
-        config: HalConfig,
-        bootstrap: Bootstrap,
-        links: list[socket.socket | None],
-    ) -> None:
-        self._links = links
-        super().__init__(library, comm, properties, config, bootstrap, device_name="cpu")
+    """A rank's connection over emulated GPUs of one NVLink domain."""
 
 
 class EmulatedGinSession(_Emulated, GinSession):
     """The same with several domains, and an emulated network card on each rank."""
-
-    def __init__(
-        self,
-        library: native.Library,
-        comm: int,
-        properties: Any,
-        config: HalConfig,
-        bootstrap: Bootstrap,
-        links: list[socket.socket | None],
-    ) -> None:
-        self._links = links
-        gin = Gin(library, comm, config, bootstrap)
-        super().__init__(library, comm, properties, config, bootstrap, gin, device_name="cpu")
 
 
 def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
@@ -110,8 +89,10 @@ def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
         comm = library.value("emulator_create", c_void_p, numbers, world, rank, nodes, rank, bootstrap.timeout)
         properties = native.Properties()
         library.comm_properties(comm, ctypes.byref(properties))
-        kind = EmulatedCudaSession if properties.lsa_size == world else EmulatedGinSession
-        return kind(library, comm, properties, config, bootstrap, links)
+        joined = (library, comm, properties, config, bootstrap)
+        if properties.lsa_size == world:
+            return EmulatedCudaSession(*joined, links=links)
+        return EmulatedGinSession(*joined, Gin(library, comm, config, bootstrap), links=links)
     except BaseException:
         close_all(links)
         raise

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,36 @@ from hal import reference
 from hal.arrays import as_buffer, to_kind
 from hal.backend import Received
 from hal.bench.inputs import as_rows
+from hal.checker.pictures import Picture
 from hal.config import ExpertParallelSpec, TopologyConfig
 from hal.errors import CapacityError
 
 
 class WrongBits(Exception):
     """A result that is not the reference's."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What went wrong on which seed: wrong bits, what the emulated device found, a hang, an error of hal.errors."""
+
+    seed: int
+    text: str
+    picture: Picture | None = field(default=None, compare=False)
+    """The end of the run, as a diagram, where events are kept."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a backend's ``check`` found; every claim is bounded by ``runs`` and ``steps``."""
+
+    spec: ExpertParallelSpec
+    ranks: int
+    nodes: int
+    runs: int
+    steps: int
+    """Of all runs together: scheduler steps on Ascend, kernels run on CUDA."""
+    findings: tuple[Finding, ...]
 
 
 class Round:
