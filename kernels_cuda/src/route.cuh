@@ -172,6 +172,20 @@ struct OwnedExperts {
 
 constexpr int kBatch = 8;  // ids in flight for each lane
 
+// Warp-wide: place[lane] = how often the lane's id was met before, by lower lanes or as `mine` (the warp's counters by id)
+// says, which then counts these lanes in. Only lanes that `take` part count.
+__device__ __forceinline__ void number_lanes(int id, bool take, unsigned* mine, std::int32_t* place) {
+    const unsigned active = __ballot_sync(0xffffffffu, take);
+    if (take) {
+        const unsigned same = __match_any_sync(active, id);
+        const unsigned base = mine[id];
+        place[lane_id()] = static_cast<std::int32_t>(base + __popc(same & lanes_below()));
+        __syncwarp(active);
+        if ((same & lanes_below()) == 0) mine[id] = base + __popc(same);
+    }
+    __syncwarp();
+}
+
 // place[entry] = number of earlier tokens with the same expert, for this block's experts; totals[own] their counts.
 // `histogram` is [warps][owned]: each warp counts a run of consecutive entries, so the order of tokens is kept.
 __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, OwnedExperts own,
@@ -209,16 +223,7 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
         load(start);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const bool owned = id[i] >= 0 && id[i] < own.count;
-            const unsigned active = __ballot_sync(0xffffffffu, owned);
-            if (owned) {
-                const unsigned same = __match_any_sync(active, id[i]);
-                const unsigned base = mine[id[i]];
-                place[start + i * 32 + lane_id()] = static_cast<std::int32_t>(base + __popc(same & lanes_below()));
-                __syncwarp(active);
-                if ((same & lanes_below()) == 0) mine[id[i]] = base + __popc(same);
-            }
-            __syncwarp();
+            number_lanes(id[i], id[i] >= 0 && id[i] < own.count, mine, place + start + i * 32);
         }
     }
 }
@@ -242,16 +247,8 @@ __device__ inline void number_groups(const hal_cuda_ep& ep, const hal_cuda_dispa
             });
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const bool counts = static_cast<unsigned>(id[i]) < static_cast<unsigned>(ep.experts);
-                const unsigned active = __ballot_sync(0xffffffffu, counts);
-                if (counts) {
-                    const unsigned same = __match_any_sync(active, id[i]);
-                    const unsigned base = mine[id[i]];
-                    place[start + i * 32 + lane_id()] = static_cast<std::int32_t>(base + __popc(same & lanes_below()));
-                    __syncwarp(active);
-                    if ((same & lanes_below()) == 0) mine[id[i]] = base + __popc(same);
-                }
-                __syncwarp();
+                number_lanes(id[i], static_cast<unsigned>(id[i]) < static_cast<unsigned>(ep.experts), mine,
+                             place + start + i * 32);
             }
         }
         for (int e = lane_id(); e < ep.experts; e += 32)
