@@ -477,6 +477,9 @@ def run_rank(options: argparse.Namespace) -> None:
     for part in options.part.split(","):
         PARTS[part](bench)
     bench.comm.close()
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
     if any(row.get("wrong") for row in bench.rows):
         sys.exit("some results are wrong: see 'wrong' above")
 

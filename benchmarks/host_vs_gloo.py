@@ -124,6 +124,7 @@ def rank_main(args: argparse.Namespace) -> None:
             spans = np.array([t for _, t in every])
             seconds = spans[..., 1].max(axis=0) - spans[..., 0].min(axis=0)
             report(args, sum(r for r, _ in every) * row_bytes * 2, seconds)
+        gloo.dist.destroy_process_group()
 
 
 def gather(gloo: Gloo, value: Any) -> list[Any]:
