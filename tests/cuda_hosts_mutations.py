@@ -32,7 +32,8 @@ NETWORK_MUTATIONS = (
     "weak_signal_adds_twice",
 )
 """emulation::NetworkMutation, in its order (kernels_cuda/emulation/gin.hpp)."""
-SEEDS = range(1, 13)
+SEEDS = range(1, 61)
+"""The first few notice nearly always; a busy machine may need more."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def main() -> None:
         print(caught(DEFECTS[int(sys.argv[1])]))
         return
     for defect in DEFECTS:
-        ends = [run(defect, seed) for seed in SEEDS]
+        ends = [run(defect, seed) for seed in SEEDS[:12]]
         print(f"{defect.name:24} {defect.schedule:13} noticed by {sum(map(bool, ends))} of {len(ends)}: {defect.says}")
 
 

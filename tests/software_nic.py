@@ -54,3 +54,21 @@ def torture(*options: str, **settings: str) -> dict[str, Any]:
     )
     result: dict[str, Any] = json.loads(done.stdout)
     return result | {"log": done.stderr}
+
+
+WAITS = (150, 600, 2_400, 10_000)
+"""Microseconds that pieces of a put wait in turn: on a busy machine whoever reads the memory may come later than all
+pieces of a quick network, so an outcome that must be seen is looked for in ever slower ones."""
+
+
+def torture_until_seen(*names: str, options: tuple[str, ...] = (), faults: str) -> dict[str, Any]:
+    """As torture, once each of ``names`` was counted: an outcome that is allowed, and that a search must really meet.
+
+    ``faults`` is a format of one number, of :data:`WAITS`.
+    """
+    for wait in WAITS:
+        result = torture(*options, FAULTS=faults.format(wait))
+        assert result["broken"] == 0, result
+        if all(result[name] > 0 for name in names):
+            return result
+    raise AssertionError(f"{names} were not all seen: {result}")

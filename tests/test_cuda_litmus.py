@@ -20,7 +20,7 @@ pytest.importorskip("hal_cuda.litmus")
 
 from hal_cuda.litmus import Code, why_not_play
 
-FAULTS = "reorder=300us,split=32,source_early,complete=100us,publish=300us"
+FAULTS = "reorder={0}us,split=32,source_early,complete={1}us,publish={0}us"
 HOSTS = {"lsa": 1, "gin": 2, "gin-weak": 2}
 PLAYED = [name for name, program in litmus.library().items() if not on_transport.unsupported(program, "cuda")]
 SEEN = {
@@ -52,7 +52,8 @@ def runs() -> Runs:
 
 
 def adversary(patch: pytest.MonkeyPatch, profile: str, seed: int) -> None:
-    patch.setenv("HAL_SWNIC_FAULTS", FAULTS)
+    # Slower with each seed: a busy machine may look later than a quick network needs to deliver everything.
+    patch.setenv("HAL_SWNIC_FAULTS", FAULTS.format(300 * (1 + seed), 100 * (1 + seed)))
     patch.setenv("HAL_SWNIC_SEED", str(seed))
     patch.setenv("HAL_CUDA_GIN_SIGNALS", "weak" if profile == "gin-weak" else "auto")
 
@@ -134,7 +135,7 @@ rank 2
 bad 1:r0 == 0 or 2:r1 == 0
 """
     )
-    monkeypatch.setenv("HAL_SWNIC_FAULTS", FAULTS)
+    monkeypatch.setenv("HAL_SWNIC_FAULTS", FAULTS.format(300, 100))
     result = on_transport.run(program, "cuda", 50, hosts=2, transport="gin_emulated", timeout=60.0)
     assert result.counts == {"1:r0=1 2:r1=1": 50}
     assert result.bad == 0
