@@ -44,8 +44,11 @@ template <class Type>
 __device__ __forceinline__ void add_biases(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token,
                                            Sum<Type>& sum) {
     const std::size_t at = static_cast<std::size_t>(token) * ep.combine_row_bytes;
-    if (a.bias0 != 0) sum.add_row(reinterpret_cast<const char*>(a.bias0) + at);
-    if (a.bias1 != 0) sum.add_row(reinterpret_cast<const char*>(a.bias1) + at);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+        const std::uint64_t bias = i == 0 ? a.bias0 : a.bias1;
+        if (bias != 0) sum.add_row(reinterpret_cast<const char*>(bias) + at);
+    }
 }
 
 int combine_push(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream);

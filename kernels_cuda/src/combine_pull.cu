@@ -158,25 +158,21 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
     }
     if (__syncthreads_and(alive) == 0) return;
     auto* out = reinterpret_cast<char*>(a.out);
-    if (units <= warps) {
-        // One unit for each warp: the peers are told as soon as their rows are in registers, before this rank's stores.
+    // At most one unit for each warp: the peers are told as soon as their rows are in registers, before this rank's stores.
+    const bool once = units <= warps;
+    while (t.more() || once) {
         const bool mine = t.more();
-        const int token = mine ? t.unit() / cut.pieces : 0, piece = mine ? t.unit() % cut.pieces : 0;
+        const int token = mine ? t.unit() / cut.pieces : 0, piece = mine ? t.unit() - token * cut.pieces : 0;
         Sum<Type> sum(cut, piece);
         if (mine) sum_terms<Type, kWeighted>(ep, a, rows, token, terms, sum);
         if (mine && a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
-        tell_done(ep);
+        if (once) tell_done(ep);
         if (mine) sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
-    } else {
-        for (; t.more(); t.advance()) {
-            const int token = t.unit() / cut.pieces, piece = t.unit() % cut.pieces;
-            Sum<Type> sum(cut, piece);
-            sum_terms<Type, kWeighted>(ep, a, rows, token, Terms(ep, a, token, 0), sum);
-            sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
-            if (a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
-        }
-        tell_done(ep);
+        if (once) break;
+        t.advance();
+        if (t.more()) terms = Terms(ep, a, t.unit() / cut.pieces, 0);
     }
+    if (!once) tell_done(ep);
     // The caller may change its rows once this launch has ended, so it ends when the peers have read them; unless the caller
     // was promised less (ep.expert_output).
     if (blockIdx.x != 0 || a.late_done) return;

@@ -42,8 +42,12 @@ __device__ __forceinline__ char* at_home(const hal_cuda_ep& ep, std::uint64_t of
 }
 __device__ __forceinline__ State* state_of(const hal_cuda_ep& ep) { return reinterpret_cast<State*>(ep.state); }
 
+// Code that runs only when something is wrong, or at the 64th poll, is called and not repeated at every wait: a kernel starts
+// with none of its instructions at hand, and few tokens wait for them longer than for data.
+#define HAL_SELDOM __attribute__((noinline)) __device__ inline
+
 // Writes the error record if nobody has, and tells every block of this rank to give up when the failure is final.
-__device__ inline void report(const hal_cuda_ep& ep, const hal_cuda_error& what, bool final_failure) {
+HAL_SELDOM void report(const hal_cuda_ep& ep, const hal_cuda_error& what, bool final_failure) {
     auto* out = reinterpret_cast<hal_cuda_error*>(ep.error);
     if (atomicCAS_system(&out->claimed, 0u, 1u) == 0u) {
         out->rank = what.rank, out->stage = what.stage, out->queue = what.queue, out->detail = what.detail;
@@ -55,11 +59,40 @@ __device__ inline void report(const hal_cuda_ep& ep, const hal_cuda_error& what,
     __threadfence_system();
 }
 
-// Whom a wait is for: a rank, or a question answered when the time is up.
+// Whom a wait is for: a rank, or a question answered when it is wanted.
 __device__ __forceinline__ int awaited(int rank) { return rank; }
 template <class Who>
 __device__ __forceinline__ int awaited(Who who) {
     return who();
+}
+
+// Why a wait may have to end, as bits above the abort words' `failed`; 0 = no reason.
+constexpr std::uint64_t kSomebodyClosed = 1ull << 32, kTimeIsUp = 1ull << 33;
+HAL_SELDOM std::uint64_t look_around(const hal_cuda_ep& ep, std::uint64_t start, unsigned patience) {
+    // Both 32-bit words at once.
+    const std::uint64_t abort = load_acquire(reinterpret_cast<const std::uint64_t*>(ep.abort));
+    return static_cast<std::uint32_t>(abort) | (abort >> 32 != 0 ? kSomebodyClosed : 0) |
+           (nanoseconds() - start > patience * ep.timeout_ns ? kTimeIsUp : 0);
+}
+
+// Whether a wait ends for those reasons, which is then reported.
+HAL_SELDOM bool gives_up(const hal_cuda_ep& ep, std::uint64_t reasons, int stage, int rank, int queue,
+                         std::uint64_t expected, std::uint64_t seen) {
+    const auto failed = static_cast<std::uint32_t>(reasons);
+    // A rank that closed had done all it was asked to before: only who waits for it waits in vain.
+    const auto* words = reinterpret_cast<const hal_cuda_abort_words*>(ep.abort);
+    const bool closed = failed == 0 && (reasons & kSomebodyClosed) != 0 && rank >= 0 && rank < HAL_CUDA_CLOSED_RANKS &&
+                        (load_acquire(&words->closed) >> rank & 1) != 0;
+    // A block that waits for its own GPU's leaves it to the one that waits for a peer to say so.
+    const bool speaks = (failed != 0 && stage != HAL_CUDA_STAGE_GRID) || closed;
+    if (!speaks && (reasons & kTimeIsUp) == 0) return false;
+    hal_cuda_error what{};
+    what.kind = HAL_CUDA_TIMEOUT, what.rank = failed != 0 ? static_cast<int>(failed) - 2 : rank;
+    what.stage = stage, what.queue = queue;
+    what.detail = failed != 0 ? 1 : closed ? 2 : 0;
+    what.expected = expected, what.seen = seen;
+    report(ep, what, true);
+    return true;
 }
 
 // Polls `load` until `ok`; false after `patience` times ep.timeout_ns, or when another block has failed. The clock is read
@@ -67,39 +100,19 @@ __device__ __forceinline__ int awaited(Who who) {
 template <class Load, class Ok, class Rank>
 __device__ __forceinline__ bool wait_until(const hal_cuda_ep& ep, Load load, Ok ok, int stage, Rank rank,
                                            std::uint64_t expected, int queue = 0, unsigned patience = 1) {
-    auto value = load();
-    if (ok(value)) return true;
+    if (ok(load())) return true;
     const std::uint64_t start = nanoseconds();
     for (;;) {
-        for (int i = 0; i < 64; ++i) {
-            value = load();
-            if (ok(value)) return true;
-        }
-        const auto* words = reinterpret_cast<const hal_cuda_abort_words*>(ep.abort);
-        // Both 32-bit words at once.
-        const std::uint64_t abort = load_acquire(reinterpret_cast<const std::uint64_t*>(words));
-        const std::uint32_t failed = static_cast<std::uint32_t>(abort);
-        if (failed == 1) return false;
-        // A rank that closed had done all it was asked to before: only who waits for it waits in vain.
-        bool closed = false;
-        if (failed == 0 && abort >> 32 != 0) {
-            const int who = awaited(rank);
-            closed = who >= 0 && who < HAL_CUDA_CLOSED_RANKS && (load_acquire(&words->closed) >> who & 1) != 0;
-        }
-        if (failed != 0 || closed) {  // what that rank wrote before its last word is visible now, so look once more
-            value = load();
-            if (ok(value)) return true;
-        }
-        // A block that waits for its own GPU's leaves it to the one that waits for a peer to say so.
-        const bool one_of_several = failed != 0 && stage == HAL_CUDA_STAGE_GRID;
-        if (((failed == 0 && !closed) || one_of_several) && nanoseconds() - start <= patience * ep.timeout_ns) continue;
-        hal_cuda_error what{};
-        what.kind = HAL_CUDA_TIMEOUT, what.rank = failed != 0 ? static_cast<int>(failed) - 2 : awaited(rank);
-        what.stage = stage, what.queue = queue;
-        what.detail = failed != 0 ? 1 : closed ? 2 : 0;
-        what.expected = expected, what.seen = static_cast<std::uint64_t>(value);
-        report(ep, what, true);
-        return false;
+#pragma unroll 1
+        for (int i = 0; i < 64; ++i)
+            if (ok(load())) return true;
+        const std::uint64_t reasons = look_around(ep, start, patience);
+        if (reasons == 0) continue;
+        if (static_cast<std::uint32_t>(reasons) == 1) return false;
+        const auto value = load();  // what a rank wrote before its last word is visible now, so look once more
+        if (ok(value)) return true;
+        if (gives_up(ep, reasons, stage, awaited(rank), queue, expected, static_cast<std::uint64_t>(value)))
+            return false;
     }
 }
 

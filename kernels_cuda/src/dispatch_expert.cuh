@@ -78,7 +78,7 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     int id = -1, row = -1;
     float weight = 0.0f;
     if (lane_id() < ep.topk) {
-        id = expert_id(a, entry);
+        id = Ids(a)[entry];
         if (id >= 0) {
             row = a.cached ? pos[entry] : static_cast<int>(plan.expert_base[id]) + place_of(ep, a, token, entry, id);
             weight = a.topk_weights != 0 ? __ldg(reinterpret_cast<const float*>(a.topk_weights) + entry) : 1.0f;
@@ -239,13 +239,16 @@ __device__ inline void move_expert_rows(const hal_cuda_ep& ep, const hal_cuda_di
     const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
     const int pushers = receives == 0 ? blocks : max(blocks * 5 / 8, 1);
     const bool pushes = block < pushers;
-    if (pushes) push_expert_rows(ep, a, plan, counters, cut, block, pushers, epoch);
-    if (receives != 0)
-        receive_expert_rows(ep, a, counters, cut, static_cast<unsigned>(a.slot), from,
-                            pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers,
-                            (blocks - pushers) * warps_in_block(), epoch);
-    __syncthreads();
-    if (!pushes) push_expert_rows(ep, a, plan, counters, cut, -1, pushers, epoch);
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+        if (pushes == (turn == 0)) push_expert_rows(ep, a, plan, counters, cut, pushes ? block : -1, pushers, epoch);
+        if (turn == 1) break;
+        if (receives != 0)
+            receive_expert_rows(ep, a, counters, cut, static_cast<unsigned>(a.slot), from,
+                                pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers,
+                                (blocks - pushers) * warps_in_block(), epoch);
+        __syncthreads();
+    }
 }
 
 }  // namespace hal::cuda

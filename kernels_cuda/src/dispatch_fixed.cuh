@@ -113,15 +113,19 @@ __device__ inline bool move_fixed_expert_rows(const hal_cuda_ep& ep, const hal_c
     const int pushers = whole ? max(blocks * 5 / 8, 1) : blocks;
     const bool pushes = block < pushers;
     const auto stamp = static_cast<std::uint32_t>(epoch);
-    if (pushes && good) push_expert_rows(ep, a, plan, counters, cut, block, pushers, stamp);
-    if (!whole) return true;
-    const bool moved = receive_tallies<true>(ep, a, plan, epoch);
-    fill_from(ep, plan, moved, from);
-    receive_expert_rows(ep, a, counters, cut, plan.here, from,
-                        pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers,
-                        (blocks - pushers) * warps_in_block(), stamp);
-    __syncthreads();
-    if (!pushes && good) push_expert_rows(ep, a, plan, counters, cut, -1, pushers, stamp);
+    bool moved = true;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+        if (pushes == (turn == 0) && good)
+            push_expert_rows(ep, a, plan, counters, cut, pushes ? block : -1, pushers, stamp);
+        if (turn == 1 || !whole) break;
+        moved = receive_tallies<true>(ep, a, plan, epoch);
+        fill_from(ep, plan, moved, from);
+        receive_expert_rows(ep, a, counters, cut, plan.here, from,
+                            pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers,
+                            (blocks - pushers) * warps_in_block(), stamp);
+        __syncthreads();
+    }
     return moved;
 }
 

@@ -73,7 +73,7 @@ __device__ inline void await_previous_round(const hal_cuda_ep& ep, std::uint64_t
 }
 
 // Ids that break the contract: reported by the block that found them, and known to all blocks.
-__device__ inline void refuse(const hal_cuda_ep& ep, hal_cuda_error bad, Counters& counters) {
+HAL_SELDOM void refuse(const hal_cuda_ep& ep, hal_cuda_error bad, Counters& counters) {
     bad.kind = HAL_CUDA_BAD_INPUT, bad.rank = ep.rank, bad.stage = HAL_CUDA_STAGE_HEADER, bad.queue = 0;
     bad.expected = ep.experts, bad.seen = 0;
     report(ep, bad, false);
@@ -95,18 +95,14 @@ struct Scratch {
           counts(bits + static_cast<std::size_t>(ep.world) * ((ep.max_tokens + 31) / 32)) {}
 };
 
-template <bool kExpert>
-__device__ std::uint64_t mask_of_token(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Owner owner, int token) {
-    if constexpr (!kExpert) {
-        if (a.cached) {
-            const auto* pos = reinterpret_cast<const std::int32_t*>(a.pos);
-            std::uint64_t mask = 0;
-            for (int r = 0; r < ep.world; ++r)
-                if (pos[token * ep.world + r] >= 0) mask |= 1ull << r;
-            return mask;
-        }
-    }
-    return ranks_of<false>(ep, a, owner, token, nullptr, nullptr);
+__device__ __forceinline__ std::uint64_t ranks_of_handle(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a,
+                                                         int token) {
+    const auto* pos = reinterpret_cast<const std::int32_t*>(a.pos);
+    std::uint64_t mask = 0;
+#pragma unroll 1
+    for (int r = 0; r < ep.world; ++r)
+        if (pos[token * ep.world + r] >= 0) mask |= 1ull << r;
+    return mask;
 }
 
 // Fills the groups, and where `checks` also counts experts (plan.scratch) and looks for bad ids.
@@ -114,33 +110,20 @@ template <bool kExpert>
 __device__ void scan_tokens(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, int begin,
                             int end, bool checks, hal_cuda_error* bad) {
     const Owner owner(ep);
-    if (!checks) {
-        plan.directory.fill(begin, end, a.tokens,
-                            [&](int token) { return mask_of_token<kExpert>(ep, a, owner, token); });
-        return;
-    }
     plan.directory.fill(begin, end, a.tokens, [&](int token) {
-        hal_cuda_error found{};
-        const std::uint64_t mask = ranks_of<true>(ep, a, owner, token, plan.scratch, &found);
-        if (found.detail != 0 && atomicCAS(&bad->claimed, 0u, 1u) == 0u)
-            bad->detail = found.detail, bad->token = found.token, bad->expert = found.expert;
+        if (!kExpert && a.cached) return ranks_of_handle(ep, a, token);
+        bool wrong = false;
+        const std::uint64_t mask = ranks_of(ep, a, owner, token, checks ? plan.scratch : nullptr, &wrong);
+        if (wrong) explain(ep, a, token, *bad);
         return mask;
     });
 }
 
-// The directory; in block 0 also the experts' counts and whether ids are bad. False when a wait failed.
+// The bits of all groups, once each block has those of its own; in block 0 also what they found. False when a wait failed.
 template <bool kExpert>
-__device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
-                                const Launch& launch, hal_cuda_error* bad) {
+__device__ bool share_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                const Launch& launch, int begin, int end, hal_cuda_error* bad) {
     const int groups = plan.directory.groups;
-    if (scans_alone(a)) {
-        scan_tokens<kExpert>(ep, a, plan, 0, groups, blockIdx.x == 0 && !a.cached, bad);
-        plan.directory.count();
-        return true;
-    }
-    const int each = (groups + gridDim.x - 1) / gridDim.x;
-    const int begin = min(each * static_cast<int>(blockIdx.x), groups), end = min(begin + each, groups);
-    scan_tokens<kExpert>(ep, a, plan, begin, end, !a.cached, bad);
     if (threadIdx.x == 0 && bad->detail != 0) refuse(ep, *bad, launch.counters());
     const Scratch shared(ep);
     for (int i = threadIdx.x; i < ep.world * (end - begin); i += blockDim.x) {
@@ -165,6 +148,19 @@ __device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
         }
     }
     __syncthreads();
+    return true;
+}
+
+// The directory; in block 0 also the experts' counts and whether ids are bad. False when a wait failed.
+template <bool kExpert>
+__device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                const Launch& launch, hal_cuda_error* bad) {
+    const int groups = plan.directory.groups;
+    const bool alone = scans_alone(a);
+    const int each = alone ? groups : (groups + gridDim.x - 1) / gridDim.x;
+    const int begin = alone ? 0 : min(each * static_cast<int>(blockIdx.x), groups), end = min(begin + each, groups);
+    scan_tokens<kExpert>(ep, a, plan, begin, end, !a.cached && (!alone || blockIdx.x == 0), bad);
+    if (!alone && !share_directory<kExpert>(ep, a, plan, launch, begin, end, bad)) return false;
     plan.directory.count();
     return true;
 }

@@ -7,79 +7,73 @@
 namespace hal::cuda {
 
 // Ids, weights, source tokens and scales of 32 consecutive rows at one rank: written as runs, since lone 4-byte stores
-// would cost the link a packet each. The first words are loaded ahead, like a row's piece.
+// would cost the link a packet each. A unit has up to 256 ids and weights, loaded ahead like a row's piece, and the first
+// one of its rows the rest.
 struct RowWords {
     int peer, first, rows, token;  // token: of row `lane`
+    int start;                     // of the rows' ids and weights, the first that are this unit's
     int id[8];
     float weight[8];
 
-    __device__ void find(const Plan& plan, int unit) {
-        peer = 0;
-        for (; unit >= units_of(plan, peer); ++peer) unit -= units_of(plan, peer);
-        first = unit * 32;
-        rows = min(32, static_cast<int>(plan.directory.total(peer)) - first);
-        token = lane_id() < rows ? plan.directory.token(peer, first + lane_id()) : 0;
-    }
-    __device__ static int units_of(const Plan& plan, int peer) {
+    __device__ static int chunks(const hal_cuda_ep& ep) { return (ep.topk + 7) / 8; }
+    __device__ static int groups(const Plan& plan, int peer) {
         return static_cast<int>(plan.directory.total(peer) + 31) / 32;
     }
-    __device__ static int units(const Plan& plan, int world) {
+    __device__ static int units(const hal_cuda_ep& ep, const Plan& plan) {
         int n = 0;
-        for (int r = 0; r < world; ++r) n += units_of(plan, r);
-        return n;
+        for (int r = 0; r < ep.world; ++r) n += groups(plan, r);
+        return n * chunks(ep);
     }
-    // Words start .. start + 255 of the rows' ids and weights, eight for each lane.
-    __device__ void load(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int start) {
+    __device__ void load(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, int unit) {
+        int group = unit;
+        if (ep.topk > 8) group = unit / chunks(ep);
+        start = (unit - group * chunks(ep)) * 256;
+        for (peer = 0; group >= groups(plan, peer); ++peer) group -= groups(plan, peer);
+        first = group * 32;
+        rows = min(32, static_cast<int>(plan.directory.total(peer)) - first);
+        token = lane_id() < rows ? plan.directory.token(peer, first + lane_id()) : 0;
+        const Ids ids(a);
         const auto* weights = reinterpret_cast<const float*>(a.topk_weights);
-        int entry[8];
-        int row = (start + lane_id()) / ep.topk, column = start + lane_id() - row * ep.topk;
-        const int rows_on = 32 / ep.topk, columns_on = 32 - rows_on * ep.topk;  // 32 words further on
+        const Divisor topk(ep.topk);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int from = __shfl_sync(0xffffffffu, token, min(row, 31));
-            entry[i] = row < rows ? from * ep.topk + column : -1;
-            row += rows_on, column += columns_on;
-            if (column >= ep.topk) column -= ep.topk, ++row;
+            const int word = start + i * 32 + lane_id(), row = topk.of(word);
+            const int entry = __shfl_sync(0xffffffffu, token, min(row, 31)) * ep.topk + word - row * ep.topk;
+            id[i] = row < rows ? ids[entry] : -1;
+            weight[i] = row < rows && weights != nullptr ? __ldg(weights + entry) : 1.0f;
         }
-        expert_ids(a, id, [&](int i) { return entry[i]; });
-#pragma unroll
-        for (int i = 0; i < 8; ++i) weight[i] = weights != nullptr && entry[i] >= 0 ? __ldg(weights + entry[i]) : 1.0f;
     }
-    __device__ void store(const hal_cuda_ep& ep, char* slot, std::size_t row, int start, Owner owner) const {
+    template <class Vector>
+    __device__ void copy_scales(const Vector* from, Vector* to, int each) const {
+        const Divisor divisor(each);
+#pragma unroll 1
+        for (int begin = 0; begin < rows * each; begin += 128) {
+            Vector v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int word = begin + i * 32 + lane_id(), row = divisor.of(word);
+                const int source = __shfl_sync(0xffffffffu, token, min(row, 31));
+                if (row < rows) v[i] = __ldg(from + static_cast<std::size_t>(source) * each + word - row * each);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (begin + i * 32 + lane_id() < rows * each) store_window(to + begin + i * 32 + lane_id(), v[i]);
+        }
+    }
+    __device__ void send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Owner owner) const {
+        const std::size_t row = plan.base[peer] + first;
+        char* slot = slot_at(ep, peer, plan.slot[peer]);
         auto* ids = reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row * ep.topk;
         auto* weights = reinterpret_cast<float*>(slot + ep.slot_weights) + row * ep.topk;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int word = start + i * 32 + lane_id();
-            if (word >= rows * ep.topk) continue;
-            const bool here = id[i] >= 0 && owner.of(id[i], ep) == peer;
+            if (word >= rows * ep.topk) break;
+            const bool here = id[i] >= 0 && owner.of(id[i]) == peer;
             store_window(ids + word, here ? id[i] - peer * ep.local_experts : -1);
             store_window(weights + word, here ? weight[i] : 0.0f);
         }
-    }
-    template <class Vector>
-    __device__ void copy_scales(const Vector* from, Vector* to, int each) const {
-        for (int start = 0; start < rows * each; start += 256) {
-            Vector v[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int word = start + i * 32 + lane_id(), row = word / each;
-                const int source = __shfl_sync(0xffffffffu, token, min(row, 31));
-                if (row < rows) v[i] = __ldg(from + static_cast<std::size_t>(source) * each + word - row * each);
-            }
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (start + i * 32 + lane_id() < rows * each) store_window(to + start + i * 32 + lane_id(), v[i]);
-        }
-    }
-    __device__ void send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Owner owner) {
-        const std::size_t row = plan.base[peer] + first;
-        char* slot = slot_at(ep, peer, plan.slot[peer]);
-        store(ep, slot, row, 0, owner);
-        for (int start = 256; start < rows * ep.topk; start += 256) {
-            load(ep, a, start);
-            store(ep, slot, row, start, owner);
-        }
+        if (start > 0) return;
         // Of this rank's own rows straight into the handle: no block of this launch waits for another's stores.
         if (ep.keep_source && lane_id() < rows) {
             if (peer != ep.rank)
@@ -106,7 +100,7 @@ __device__ void keep_token(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& 
             plan.directory.has(token, r) ? static_cast<int>(plan.base[r]) + plan.directory.place(token, r) : -1;
     if (lane_id() < ep.topk) {
         const int entry = token * ep.topk + lane_id();
-        reinterpret_cast<std::int32_t*>(a.idx)[entry] = expert_id(a, entry);
+        reinterpret_cast<std::int32_t*>(a.idx)[entry] = Ids(a)[entry];
     }
 }
 
@@ -131,45 +125,37 @@ __device__ bool push_rank_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_ar
                                Counters& counters, Headers headers) {
     const RowCut cut(ep.row_bytes);
     const Owner owner(ep);
-    const RankUnits units(RowWords::units(plan, ep.world), a.tokens * cut.pieces);
+    const RankUnits units(RowWords::units(ep, plan), a.tokens * cut.pieces);
     const int warps = gridDim.x * warps_in_block();
     const int warp = warp_id() * gridDim.x + blockIdx.x;  // consecutive units go to different multiprocessors
     Tickets tickets(&counters.tickets[0], warp, warps, units.total());
     Piece piece;
     RowWords words;
     const auto* x = reinterpret_cast<const char*>(a.x);
-    auto load = [&] {
-        if (units.is_words(tickets.unit())) {
-            words.find(plan, units.word_unit(tickets.unit()));
-            words.load(ep, a, 0);
-            return;
+    for (bool know = false;; tickets.advance()) {
+        const bool more = tickets.more(), is_words = more && units.is_words(tickets.unit());
+        const int unit = units.piece_unit(tickets.unit()), token = unit / cut.pieces;
+        if (is_words) {
+            words.load(ep, a, plan, units.word_unit(tickets.unit()));
+        } else if (more) {
+            piece.span(cut, unit - token * cut.pieces);
+            piece.load(x + static_cast<std::size_t>(token) * ep.row_bytes);
         }
-        const int unit = units.piece_unit(tickets.unit());
-        piece.span(cut, unit % cut.pieces);
-        piece.load(x + static_cast<std::size_t>(unit / cut.pieces) * ep.row_bytes);
-    };
-    if (tickets.more()) load();
-    if (!headers()) return false;
-    while (tickets.more()) {
-        if (units.is_words(tickets.unit())) {
+        if (!know && !headers()) return false;
+        know = true;
+        if (!more) return true;
+        if (is_words) {
             words.send(ep, a, plan, owner);
-        } else {
-            const int unit = units.piece_unit(tickets.unit());
-            const int token = unit / cut.pieces;
-            for (int hop = 1, peer = ep.rank; hop <= ep.world;
-                 ++hop) {  // each rank starts with another peer, itself last
-                peer = peer + 1 == ep.world ? 0 : peer + 1;
-                if (!plan.directory.has(token, peer)) continue;
-                piece.store(slot_at(ep, peer, plan.slot[peer]) +
-                            static_cast<std::size_t>(plan.base[peer] + plan.directory.place(token, peer)) *
-                                ep.row_bytes);
-            }
-            if (unit % cut.pieces == 0) keep_token(ep, a, plan, token);
+            continue;
         }
-        tickets.advance();
-        if (tickets.more()) load();
+        for (int hop = 1, peer = ep.rank; hop <= ep.world; ++hop) {  // each rank starts with another peer, itself last
+            peer = peer + 1 == ep.world ? 0 : peer + 1;
+            if (!plan.directory.has(token, peer)) continue;
+            piece.store(slot_at(ep, peer, plan.slot[peer]) +
+                        static_cast<std::size_t>(plan.base[peer] + plan.directory.place(token, peer)) * ep.row_bytes);
+        }
+        if (unit == token * cut.pieces) keep_token(ep, a, plan, token);
     }
-    return true;
 }
 
 }  // namespace hal::cuda

@@ -179,7 +179,7 @@ __device__ inline bool give_back(const Map& m, const Channel& c, bool combine, s
 struct Entry {
     int id, row;  // global expert, -1 = none; final row at its owner
     float weight;
-    __device__ int owner(const hal_cuda_ep& ep) const { return id >= 0 ? Owner(ep).of(id, ep) : -1; }
+    __device__ int owner(const hal_cuda_ep& ep) const { return id >= 0 ? Owner(ep).of(id) : -1; }
 };
 
 // An entry in memory: token, then ids, rows and weights of all k positions; in a cell the scales follow.

@@ -234,7 +234,7 @@ struct Sums {
         int id = -1;
         const int at = token * ep.topk + lane_id();
         if (lane_id() < ep.topk) id = __ldg(reinterpret_cast<const std::int32_t*>(a.idx) + at);
-        t.source = id >= 0 ? Owner(ep).of(id, ep) : -1;
+        t.source = id >= 0 ? Owner(ep).of(id) : -1;
         t.near = t.source >= 0 && m.near(t.source);
         t.weight = 1.0f;
         const bool summed_there = m.h.hierarchical && !t.near;  // one row for its host

@@ -46,13 +46,13 @@ __device__ inline void check_ids(const Map& m, const hal_cuda_dispatch_args& a, 
     for (int token = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); token < a.tokens; token += step) {
         hal_cuda_error bad{};
         for (int j = 0; j < ep.topk; ++j) {
-            const int entry = token * ep.topk + j, id = expert_id(a, entry);
+            const int entry = token * ep.topk + j, id = Ids(a)[entry];
             const bool good = static_cast<unsigned>(id) < static_cast<unsigned>(ep.experts);
             reinterpret_cast<std::int32_t*>(a.idx)[entry] = good ? id : -1;
             if (!good) reinterpret_cast<std::int32_t*>(a.pos)[entry] = -1;
             if (!good && id != -1) bad.detail = HAL_CUDA_BAD_ID, bad.token = token, bad.expert = id;
             for (int other = 0; good && other < j; ++other)
-                if (expert_id(a, token * ep.topk + other) == id)
+                if (Ids(a)[token * ep.topk + other] == id)
                     bad.detail = HAL_CUDA_BAD_DUPLICATE, bad.token = token, bad.expert = id;
         }
         if (bad.detail != 0) refuse(ep, bad, counters);
@@ -80,14 +80,14 @@ __device__ inline void number_all(const Map& m, const hal_cuda_dispatch_args& a,
     auto* pos = reinterpret_cast<std::int32_t*>(a.pos);
     auto any = [&](int token, auto wanted) {
         for (int j = 0; j < ep.topk; ++j) {
-            const int id = expert_id(a, token * ep.topk + j);
+            const int id = Ids(a)[token * ep.topk + j];
             if (static_cast<unsigned>(id) < static_cast<unsigned>(ep.experts) && wanted(id)) return true;
         }
         return false;
     };
     auto place = [&](int token, int number, auto wanted) {
         for (int j = 0; j < ep.topk; ++j) {
-            const int id = expert_id(a, token * ep.topk + j);
+            const int id = Ids(a)[token * ep.topk + j];
             if (static_cast<unsigned>(id) < static_cast<unsigned>(ep.experts) && wanted(id))
                 pos[token * ep.topk + j] = number;
         }
@@ -100,7 +100,7 @@ __device__ inline void number_all(const Map& m, const hal_cuda_dispatch_args& a,
          unit += warps) {
         int count = 0;
         if (unit < ep.world) {
-            auto wanted = [&](int id) { return owner.of(id, ep) == unit; };
+            auto wanted = [&](int id) { return owner.of(id) == unit; };
             const bool crosses = !m.h.hierarchical && !m.near(unit);
             count = number_tokens(
                 a.tokens, [&](int token) { return any(token, wanted); },
@@ -118,7 +118,7 @@ __device__ inline void number_all(const Map& m, const hal_cuda_dispatch_args& a,
                 });
         } else {
             const int host = unit - ep.world - ep.experts;
-            auto wanted = [&](int id) { return m.host_of(owner.of(id, ep)) == host; };
+            auto wanted = [&](int id) { return m.host_of(owner.of(id)) == host; };
             const bool crosses = m.h.hierarchical && host != m.host;
             count = number_tokens(
                 a.tokens, [&](int token) { return any(token, wanted); },

@@ -14,30 +14,19 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warps_in_block() { return blockDim.x >> 5; }
 __device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1u; }
 
-__device__ __forceinline__ int expert_id(const hal_cuda_dispatch_args& a, int entry) {
-    if (a.cached) return reinterpret_cast<const std::int32_t*>(a.idx)[entry];
-    if (!a.idx_is_64) return __ldg(reinterpret_cast<const std::int32_t*>(a.topk_idx) + entry);
-    const long long id = __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry);
-    return id < -0x7fffffffll || id > 0x7fffffffll ? -2 : static_cast<int>(id);  // -2: out of range, as any such id is
-}
-
-// kCount ids, of the entries that `entry(i)` names (negative = none, which gives -1): all loads are issued together.
-template <int kCount, class Entry>
-__device__ __forceinline__ void expert_ids(const hal_cuda_dispatch_args& a, int (&id)[kCount], Entry entry) {
-    if (a.cached || !a.idx_is_64) {
-        const auto* ids = reinterpret_cast<const std::int32_t*>(a.cached ? a.idx : a.topk_idx);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) id[i] = entry(i) >= 0 ? __ldg(ids + entry(i)) : -1;
-        return;
+// Ids as they come: 4 or 8 bytes each. -2 stands for all that do not fit an int: out of range, as any such id is.
+struct Ids {
+    const std::int32_t* words;
+    int words_each;
+    __device__ explicit Ids(const hal_cuda_dispatch_args& a)
+        : words(reinterpret_cast<const std::int32_t*>(a.cached ? a.idx : a.topk_idx)),
+          words_each(!a.cached && a.idx_is_64 ? 2 : 1) {}
+    __device__ __forceinline__ int operator[](int entry) const {
+        const std::int32_t* at = words + static_cast<std::ptrdiff_t>(entry) * words_each;
+        const std::int32_t id = __ldg(at), high = words_each == 2 ? __ldg(at + 1) : id >> 31;
+        return high == id >> 31 ? id : -2;
     }
-    long long wide[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        wide[i] = entry(i) >= 0 ? __ldg(reinterpret_cast<const long long*>(a.topk_idx) + entry(i)) : -1;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        id[i] = wide[i] < -0x7fffffffll || wide[i] > 0x7fffffffll ? -2 : static_cast<int>(wide[i]);
-}
+};
 
 // Inclusive sum over the warp.
 __device__ __forceinline__ unsigned warp_scan(unsigned v) {
@@ -52,6 +41,7 @@ __device__ __forceinline__ unsigned warp_scan(unsigned v) {
 template <class Value>
 __device__ void warp_prefix(unsigned* out, int n, Value value) {
     unsigned running = 0;
+#pragma unroll 1
     for (int start = 0; start < n; start += 32) {
         const int i = start + lane_id();
         const unsigned v = i < n ? value(i) : 0u;
@@ -103,6 +93,7 @@ struct Directory {
         for (int group = begin + warp_id(); group < end; group += warps_in_block()) {
             const int token = group * 32 + lane_id();
             const std::uint64_t mask = token < tokens ? mask_of(token) : 0ull;
+#pragma unroll 1
             for (int rank = 0; rank < world; ++rank) {
                 const std::uint32_t row = __ballot_sync(0xffffffffu, mask >> rank & 1ull);
                 if (lane_id() == 0) bits[rank * groups + group] = row;
@@ -123,39 +114,77 @@ struct Directory {
     }
 };
 
-// id / local_experts without a division: exact while experts * local_experts < 2^32.
-struct Owner {
+// n / divisor by a multiplication: exact for 0 <= n while n * divisor < 2^32.
+struct Divisor {
+    int divisor;
     unsigned inverse;
-    __device__ explicit Owner(const hal_cuda_ep& ep) : inverse(ep.owner_inverse) {}
-    __device__ int of(int id, const hal_cuda_ep& ep) const {
-        return ep.local_experts == 1 ? id : static_cast<int>(__umulhi(static_cast<unsigned>(id), inverse));
+    __device__ explicit Divisor(int d) : Divisor(d, 0xffffffffu / static_cast<unsigned>(d) + 1u) {}
+    __device__ Divisor(int d, unsigned i) : divisor(d), inverse(i) {}
+    __device__ int of(int n) const {
+        return divisor == 1 ? n : static_cast<int>(__umulhi(static_cast<unsigned>(n), inverse));
     }
 };
+// The rank that has an expert.
+struct Owner : Divisor {
+    __device__ explicit Owner(const hal_cuda_ep& ep) : Divisor(ep.local_experts, ep.owner_inverse) {}
+};
 
-// The ranks of one token from its ids, eight of which are loaded at a time; with kCheck also counts experts and looks for
-// ids that break the contract.
-template <bool kCheck>
-__device__ std::uint64_t ranks_of(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Owner owner, int token,
-                                  unsigned* histogram, hal_cuda_error* bad) {
+// Says which id of a token breaks the contract, once one of the token's ids does.
+HAL_SELDOM void explain(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int token, hal_cuda_error& bad) {
+    if (atomicCAS(&bad.claimed, 0u, 1u) != 0u) return;
+    const Ids ids(a);
+    bad.token = token;
+    for (int j = 0; j < ep.topk; ++j) {
+        const int id = ids[token * ep.topk + j];
+        if (id == -1) continue;
+        bad.expert = id;
+        if (static_cast<unsigned>(id) >= static_cast<unsigned>(ep.experts)) {
+            bad.detail = HAL_CUDA_BAD_ID;
+            return;
+        }
+        for (int other = 0; other < j; ++other) {
+            if (ids[token * ep.topk + other] != id) continue;
+            bad.detail = HAL_CUDA_BAD_DUPLICATE;
+            return;
+        }
+    }
+}
+
+// Whether one of the ids start .. start + 7 of a token is among those before.
+HAL_SELDOM bool repeats(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int token, int start) {
+    const Ids ids(a);
+    for (int j = start; j < min(start + 8, ep.topk); ++j) {
+        const int id = ids[token * ep.topk + j];
+        for (int other = 0; id != -1 && other < start; ++other)
+            if (ids[token * ep.topk + other] == id) return true;
+    }
+    return false;
+}
+
+// The ranks of one token from its ids, eight of which are loaded at a time; with a histogram also counts experts, and says
+// whether some id breaks the contract.
+__device__ __forceinline__ std::uint64_t ranks_of(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Owner owner,
+                                                  int token, unsigned* histogram, bool* wrong) {
+    const Ids ids(a);
     std::uint64_t mask = 0;
-    auto refuse = [&](int detail, int id) { bad->detail = detail, bad->token = token, bad->expert = id; };
+#pragma unroll 1
     for (int start = 0; start < ep.topk; start += 8) {
         int id[8];
-        expert_ids(a, id, [&](int j) { return start + j < ep.topk ? token * ep.topk + start + j : -1; });
+#pragma unroll
+        for (int j = 0; j < 8; ++j) id[j] = start + j < ep.topk ? ids[token * ep.topk + start + j] : -1;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (static_cast<unsigned>(id[j]) < static_cast<unsigned>(ep.experts)) mask |= 1ull << owner.of(id[j]);
+        if (histogram == nullptr) continue;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const bool good = static_cast<unsigned>(id[j]) < static_cast<unsigned>(ep.experts);
-            if (kCheck && !good && id[j] != -1) refuse(HAL_CUDA_BAD_ID, id[j]);
-            if (!good) continue;
-            mask |= 1ull << owner.of(id[j], ep);
-            if (!kCheck) continue;
-            atomicAdd(&histogram[id[j]], 1u);
+            if (good) atomicAdd(&histogram[id[j]], 1u);
+            *wrong |= !good && id[j] != -1;
 #pragma unroll
-            for (int other = 0; other < j; ++other)
-                if (id[other] == id[j]) refuse(HAL_CUDA_BAD_DUPLICATE, id[j]);
-            for (int other = 0; other < start; ++other)
-                if (expert_id(a, token * ep.topk + other) == id[j]) refuse(HAL_CUDA_BAD_DUPLICATE, id[j]);
+            for (int other = 0; other < j; ++other) *wrong |= good && id[other] == id[j];
         }
+        if (start > 0) *wrong |= repeats(ep, a, token, start);
     }
     return mask;
 }
@@ -196,9 +225,14 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
     for (int i = threadIdx.x; i < own.count * warps_in_block(); i += blockDim.x) histogram[i] = 0;
     __syncthreads();
     unsigned* mine = histogram + warp_id() * own.count;
+    const Ids ids(a);
     int id[kBatch];
-    auto load = [&](int start) {
-        expert_ids(a, id, [&](int i) { return start + i * 32 + lane_id() < end ? start + i * 32 + lane_id() : -1; });
+    auto load = [&](int start) {  // all loads are issued together
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int entry = start + i * 32 + lane_id();
+            id[i] = entry < end ? ids[entry] : -1;
+        }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) id[i] = id[i] < 0 ? -1 : id[i] - own.first;
     };
@@ -234,6 +268,7 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
 __device__ inline void number_groups(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int begin, int end,
                                      unsigned* counters, std::int32_t* place, unsigned* group_counts) {
     const int each = 32 * ep.topk, entries = a.tokens * ep.topk;
+    const Ids ids(a);
     unsigned* mine = counters + warp_id() * ep.experts;
     for (int group = begin + warp_id(); group < end; group += warps_in_block()) {
         for (int e = lane_id(); e < ep.experts; e += 32) mine[e] = 0;
@@ -241,10 +276,11 @@ __device__ inline void number_groups(const hal_cuda_ep& ep, const hal_cuda_dispa
         const int last = min((group + 1) * each, entries);
         for (int start = group * each; start < last; start += 32 * kBatch) {
             int id[kBatch];
-            expert_ids(a, id, [&](int i) {
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {  // all loads are issued together
                 const int entry = start + i * 32 + lane_id();
-                return entry < last ? entry : -1;
-            });
+                id[i] = entry < last ? ids[entry] : -1;
+            }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 number_lanes(id[i], static_cast<unsigned>(id[i]) < static_cast<unsigned>(ep.experts), mine,
