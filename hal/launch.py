@@ -259,15 +259,20 @@ class _RankThread(threading.Thread):
         self.place, self._fn, self._given, self._config, self._settings = run, fn, args, config, settings
         self.result: Any = None
         self.error: BaseException | None = None
-        self.ended_at = 0.0
+        self.failed_at = 0.0
         self._communicator: Communicator | None = None
 
     def run(self) -> None:
         try:
             with self._connect() as self._communicator:
-                self.result = self._fn(self._communicator, *self._given)
+                try:
+                    self.result = self._fn(self._communicator, *self._given)
+                except BaseException:
+                    self.failed_at = time.monotonic()  # closing tells the others, who may be gone before it ends
+                    raise
         except BaseException as error:
-            self.error, self.ended_at = error, time.monotonic()
+            self.failed_at = self.failed_at or time.monotonic()
+            self.error = error
 
     def abort(self, error: BaseException) -> None:
         if self._communicator is not None:
@@ -295,7 +300,7 @@ def _join(ranks: Sequence[_RankThread]) -> None:
 def _first(failed: Sequence[_RankThread], n: int) -> BaseException:
     """The failure that caused the others: a PeerTimeout is mostly a consequence."""
     causes = [rank for rank in failed if not isinstance(rank.error, PeerTimeout)] or list(failed)
-    first = min(causes, key=lambda rank: rank.ended_at)
+    first = min(causes, key=lambda rank: rank.failed_at)
     assert first.error is not None
     first.error.add_note(f"raised on rank {first.place.rank} of {n}")
     return first.error

@@ -278,6 +278,26 @@ def test_spawn_raises_the_cause_and_names_its_rank():
     assert heard == [(2, True)] * 3
 
 
+def test_spawn_raises_what_came_first_also_when_that_rank_is_slow_to_leave(monkeypatch):
+    """The others hear of a failure while the rank that failed still closes, and may end before it."""
+    close = hal.Communicator.close
+
+    def slowly(comm, error=None):
+        close(comm, error)
+        if comm.rank == 1:
+            time.sleep(0.5)
+
+    def body(comm):
+        if comm.rank == 1:
+            raise PeerTimeout(7, "a stage")
+        comm.barrier()
+
+    monkeypatch.setattr(hal.Communicator, "close", slowly)
+    with pytest.raises(PeerTimeout) as told:
+        hal.spawn(2, body, timeout=LIMIT)
+    assert told.value.rank == 7
+
+
 def test_spawn_does_not_wait_for_a_rank_that_never_returns(monkeypatch):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
     over = threading.Event()

@@ -86,6 +86,31 @@ cudaError_t start_kernel(Kernel kernel, const char*, int blocks, int threads, st
     kernel<<<blocks, threads, shared, stream>>>(args...);
     return cudaGetLastError();
 }
+// Programmatic dependent launch: the kernel may be placed on the GPU before its predecessor in the stream has ended, if that
+// has started all its blocks and said so or ended them; await_earlier_launch() is where it then waits. Older GPUs than
+// Hopper do not have it.
+template <class Kernel, class... Args>
+cudaError_t start_kernel_early(Kernel kernel, int device, const char*, int blocks, int threads, std::size_t shared,
+                               cudaStream_t stream, const Args&... args) {
+    int major = 0;
+    if (const cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device))
+        return status;
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared, config.stream = stream;
+    config.attrs = &early, config.numAttrs = major >= 9 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, args...);
+}
+// Until the kernel before this one in the stream has ended and all that it wrote is visible; then lets the next one be placed.
+__device__ __forceinline__ void await_earlier_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 // The host looks again and again at memory that a kernel writes.
 inline void host_looks_again() {}
 

@@ -32,10 +32,10 @@ struct Terms {
         const int q = start + lane_id();
         if (q >= count(ep)) return;
         const int entry = token * count(ep) + q;
-        row = __ldg(reinterpret_cast<const std::int32_t*>(a.pos) + entry);
+        row = __ldcg(reinterpret_cast<const std::int32_t*>(a.pos) + entry);
         if (row < 0) return;
-        rank = ep.expert_layout ? __ldg(reinterpret_cast<const std::int32_t*>(a.idx) + entry) / ep.local_experts : q;
-        if (a.weighted) weight = __ldg(reinterpret_cast<const float*>(a.weights) + entry);
+        rank = ep.expert_layout ? __ldcg(reinterpret_cast<const std::int32_t*>(a.idx) + entry) / ep.local_experts : q;
+        if (a.weighted) weight = __ldcg(reinterpret_cast<const float*>(a.weights) + entry);
     }
     __device__ unsigned lanes() const { return __ballot_sync(0xffffffffu, row >= 0); }
 };

@@ -44,7 +44,7 @@ __device__ void copy_in(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
         }
         if (a.carries_weights && t.unit() % pieces == 0 && lane_id() < words)
             store_window(reinterpret_cast<float*>(slot + ep.slot_back) + row * words + lane_id(),
-                         __ldg(reinterpret_cast<const float*>(a.row_weights) + row * words + lane_id()));
+                         __ldcg(reinterpret_cast<const float*>(a.row_weights) + row * words + lane_id()));
     }
 }
 
@@ -184,8 +184,10 @@ template <class Type, bool kWeighted>
 __global__ void __launch_bounds__(512, 1)
     combine_pull_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
     auto* prefix = dynamic_shared<unsigned>();
+    await_earlier_launch();
     if (blockIdx.x == 0 && threadIdx.x < 32) __threadfence_system();  // for announce; runs while the counters are read
-    const Launch launch(state_of(ep)->combine);
+    Launch launch(state_of(ep)->combine);
+    launch.begin();
     Counters& counters = launch.counters();
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
     const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
@@ -198,7 +200,7 @@ template <class Type>
 int pull(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
     const std::size_t shared = (ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64;
     const auto kernel = a.weighted ? combine_pull_kernel<Type, true> : combine_pull_kernel<Type, false>;
-    return launch(kernel, ep.device, a.blocks, a.threads, shared, stream, "combine", ep, a);
+    return launch_early(kernel, ep.device, a.blocks, a.threads, shared, stream, "combine", ep, a);
 }
 
 }  // namespace

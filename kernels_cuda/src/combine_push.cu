@@ -80,12 +80,12 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         int row = -1;
         float weight = 1.0f;
         if (lane_id() < ep.topk) {
-            row = __ldg(meta + at * ep.topk + lane_id());
+            row = __ldcg(meta + at * ep.topk + lane_id());
             if (kWeighted)
-                weight = __ldg(reinterpret_cast<const float*>(a.source) + entries + at * ep.topk + lane_id());
-            if (a.carries_weights && row >= 0) carried = __ldg(back + row);
+                weight = __ldcg(reinterpret_cast<const float*>(a.source) + entries + at * ep.topk + lane_id());
+            if (a.carries_weights && row >= 0) carried = __ldcg(back + row);
         }
-        token = __ldg(meta + 2 * entries + at);
+        token = __ldcg(meta + 2 * entries + at);
         const RowCut cut(ep.combine_row_bytes, kSumVectors);
         for (int p = 0; p < cut.pieces; ++p) {
             Sum<Type> sum(cut, p);
@@ -97,9 +97,9 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         }
     } else {
         const int row = from.first_row(source) + place;
-        token = __ldg(meta + row);
+        token = __ldcg(meta + row);
         if (a.carries_weights && lane_id() < ep.topk)
-            carried = __ldg(back + static_cast<std::size_t>(row) * ep.topk + lane_id());
+            carried = __ldcg(back + static_cast<std::size_t>(row) * ep.topk + lane_id());
         const RowCut cut(ep.combine_row_bytes);
         for (int p = 0; p < cut.pieces; ++p) {
             Piece piece;
@@ -222,7 +222,9 @@ __device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
 template <class Type, bool kWeighted>
 __global__ void __launch_bounds__(512, 1)
     combine_push_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
-    const Launch launch(state_of(ep)->combine);
+    await_earlier_launch();
+    Launch launch(state_of(ep)->combine);
+    launch.begin();
     Counters& counters = launch.counters();
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0, sums = (a.phases & HAL_CUDA_RECV) != 0;
     const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
@@ -243,7 +245,7 @@ __global__ void __launch_bounds__(512, 1)
 template <class Type>
 int push(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
     const auto kernel = a.weighted ? combine_push_kernel<Type, true> : combine_push_kernel<Type, false>;
-    return launch(kernel, ep.device, a.blocks, a.threads, 0, stream, "combine", ep, a);
+    return launch_early(kernel, ep.device, a.blocks, a.threads, 0, stream, "combine", ep, a);
 }
 
 }  // namespace

@@ -162,32 +162,46 @@ __device__ __forceinline__ std::uint64_t share_of_round() {
     return blockIdx.x == 0 ? kRound - part * (gridDim.x - 1) : part;
 }
 
-// What a block knows of its launch. Thread 0 reads it and counts itself in; the block that was counted last prepares the
-// next launch, at its end, when the count has long come back.
+// What a block knows of its launch. Its last warp reads it, while the others do what needs none of it, and counts the block
+// in; the block that was counted last prepares the next launch, at its end, when the count has long come back.
 struct Launch {
     Lane& lane;
     std::uint64_t launches, finished;  // rounds finished before this launch
-    unsigned order;                    // thread 0: blocks counted in before this one
 
-    __device__ explicit Launch(Lane& l) : lane(l), order(0) {
-        __shared__ unsigned long long known[2];
-        if (threadIdx.x == 0) {
+    __device__ explicit Launch(Lane& l) : lane(l), launches(0), finished(0), order_(0) {}
+    __device__ static bool reads() { return threadIdx.x >> 5 == (blockDim.x >> 5) - 1; }
+    // The last warp, which knows it then; the others do after a block barrier, by know().
+    __device__ void read() {
+        if ((threadIdx.x & 31) == 0) {
             unsigned long long n, e;
             load_relaxed_gpu(&lane.launches, n, e);
             // The added value depends on what was read, so the count cannot come before the reading.
-            order = atomicAdd(&lane.entered, 1u + static_cast<unsigned>(n >> 63));
-            known[0] = n, known[1] = e;
+            order_ = atomicAdd(&lane.entered, 1u + static_cast<unsigned>(n >> 63));
+            known()[0] = n, known()[1] = e;
         }
+        __syncwarp();
+        know();
+    }
+    __device__ void know() { launches = known()[0], finished = known()[1]; }
+    __device__ void begin() {
+        if (reads()) read();
         __syncthreads();
-        launches = known[0], finished = known[1];
+        know();
     }
     __device__ Counters& counters() const { return lane.counters[launches & 1]; }
     __device__ void end(bool began_round, std::uint64_t ended = 0) const {
-        if (threadIdx.x != 0 || order != gridDim.x - 1) return;
+        if (threadIdx.x != blockDim.x - 32 || order_ != gridDim.x - 1) return;
         if (ended != 0) lane.ended = ended;
         lane.counters[(launches + 1) & 1] = Counters{};
         lane.entered = 0;
         lane.launches = launches + 1, lane.epoch = finished + (began_round ? 1 : 0);
+    }
+
+  private:
+    unsigned order_;  // the last warp's first lane: blocks counted in before this one
+    __device__ static unsigned long long* known() {
+        __shared__ unsigned long long words[2];
+        return words;
     }
 };
 

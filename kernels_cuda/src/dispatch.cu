@@ -63,15 +63,18 @@ struct Clearing {
 };
 
 template <bool kExpert>
-__device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, const Launch& launch) {
+__device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Launch& launch) {
     __shared__ hal_cuda_error bad;
-    const std::uint64_t epoch = launch.finished + 1;
     if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
     for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
     __syncthreads();
-    // Has come back before the header goes out: building the directory ends with a block barrier.
-    if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) await_previous_round(ep, launch.finished);
+    if (launch.reads()) {
+        launch.read();
+        // Has come back before the header goes out: building the directory ends with a block barrier.
+        if (blockIdx.x == 0) await_previous_round(ep, launch.finished);
+    }
     bool alive = build_directory<kExpert>(ep, a, plan, launch, &bad);
+    const std::uint64_t epoch = launch.finished + 1;
     if (blockIdx.x == 0 && alive) {
         if (threadIdx.x == 0 && bad.claimed != 0 && scans_alone(a)) refuse(ep, bad, launch.counters());
         send_header<kExpert>(ep, a, plan, epoch, bad.detail != 0);
@@ -130,15 +133,18 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
 
 // The send half with fixed slots, and in a whole dispatch of layout expert also the peers' rows. False when a wait failed.
 template <bool kExpert>
-__device__ bool send_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, const Launch& launch,
+__device__ bool send_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, Launch& launch,
                            std::int32_t* from, bool* moved) {
     __shared__ hal_cuda_error bad;
-    const std::uint64_t epoch = launch.finished + 1;
     if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
     for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
     __syncthreads();
-    if (blockIdx.x == 0 && warp_id() == warps_in_block() - 1) offer_slots(ep, a, launch, epoch);
+    if (launch.reads()) {
+        launch.read();
+        if (blockIdx.x == 0) offer_slots(ep, a, launch, launch.finished + 1);
+    }
     if (!build_directory<kExpert>(ep, a, plan, launch, &bad)) return false;
+    const std::uint64_t epoch = launch.finished + 1;
     if (blockIdx.x == 0 && threadIdx.x == 0 && bad.claimed != 0 && scans_alone(a)) refuse(ep, bad, launch.counters());
     bool alive = true;
     auto offers = [&] {
@@ -168,16 +174,18 @@ __device__ bool send_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& 
 }
 
 template <bool kExpert>
-__device__ void dispatch_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, const Launch& launch,
+__device__ void dispatch_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, Launch& launch,
                                std::int32_t* from) {
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0, receives = (a.phases & HAL_CUDA_RECV) != 0;
-    std::uint64_t epoch = launch.finished + 1;
+    std::uint64_t epoch = 0;
     bool moved = true;
     std::uint64_t* note = tally_at(ep, ep.rank, static_cast<unsigned>(a.slot), ep.world);
     if (sends) {
         if (!send_fixed<kExpert>(ep, a, plan, launch, from, &moved)) return;
+        epoch = launch.finished + 1;
         if (!receives && blockIdx.x == 0 && threadIdx.x == 0) store_window(note, stamped(epoch, plan.here));
     } else {
+        launch.begin();
         // A receive half belongs to the round that its send half noted, which need not be the last.
         const std::uint64_t noted = load_window(note);
         epoch =
@@ -210,7 +218,8 @@ template <bool kExpert, bool kFixed>
 __global__ void __launch_bounds__(512, 1)
     dispatch_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_dispatch_args a) {
     __shared__ std::int32_t from[kMaxRanks];  // rows from each rank
-    const Launch launch(state_of(ep)->dispatch);
+    await_earlier_launch();
+    Launch launch(state_of(ep)->dispatch);
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
     Plan plan(dynamic_shared<std::uint32_t>(), ep, sends ? a.tokens : 0, kExpert);
     if constexpr (kFixed) {
@@ -220,13 +229,16 @@ __global__ void __launch_bounds__(512, 1)
     }
     const auto* counts = reinterpret_cast<const std::int32_t*>(a.counts);
     bool moved = true;
-    std::uint64_t epoch = launch.finished + 1;
-    // A receive half belongs to the round that its send half noted, which need not be the last.
-    if (sends)
+    std::uint64_t epoch = 0;
+    if (sends) {
         moved = send<kExpert>(ep, a, plan, launch);
-    else
+        epoch = launch.finished + 1;
+    } else {
+        launch.begin();
+        // A receive half belongs to the round that its send half noted, which need not be the last.
         epoch = launch.finished -
                 (static_cast<std::uint32_t>(launch.finished) - static_cast<std::uint32_t>(counts[ep.world + kEpoch]));
+    }
     // A whole dispatch of layout expert received its rows while it pushed its own.
     if ((a.phases & HAL_CUDA_RECV) != 0 && !(kExpert && sends)) {
         for (int s = threadIdx.x; s < ep.world; s += blockDim.x)
@@ -259,5 +271,5 @@ extern "C" int hal_cuda_dispatch(const hal_cuda_ep* ep, const hal_cuda_dispatch_
     const auto direct = ep->expert_layout ? dispatch_kernel<true, false> : dispatch_kernel<false, false>;
     const auto fixed = ep->expert_layout ? dispatch_kernel<true, true> : dispatch_kernel<false, true>;
     const auto kernel = ep->fixed_slots ? fixed : direct;
-    return launch(kernel, ep->device, args->blocks, args->threads, bytes, stream, "dispatch", *ep, *args);
+    return launch_early(kernel, ep->device, args->blocks, args->threads, bytes, stream, "dispatch", *ep, *args);
 }

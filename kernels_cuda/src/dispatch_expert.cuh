@@ -81,7 +81,7 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
         id = Ids(a)[entry];
         if (id >= 0) {
             row = a.cached ? pos[entry] : static_cast<int>(plan.expert_base[id]) + place_of(ep, a, token, entry, id);
-            weight = a.topk_weights != 0 ? __ldg(reinterpret_cast<const float*>(a.topk_weights) + entry) : 1.0f;
+            weight = a.topk_weights != 0 ? __ldcg(reinterpret_cast<const float*>(a.topk_weights) + entry) : 1.0f;
         }
         if (!a.cached) {
             pos[entry] = row;
@@ -110,8 +110,8 @@ __device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
         for (unsigned left = targets; left != 0; left &= left - 1) {
             auto* out = reinterpret_cast<float*>(__shfl_sync(0xffffffffu, scales, lowest_lane(left)));
             for (int i = lane_id(); i < ep.scale_dim; i += 32)
-                store_window(out + i, __ldg(reinterpret_cast<const float*>(a.scales) +
-                                            static_cast<std::size_t>(token) * ep.scale_dim + i));
+                store_window(out + i, __ldcg(reinterpret_cast<const float*>(a.scales) +
+                                             static_cast<std::size_t>(token) * ep.scale_dim + i));
         }
     }
     if (peer == ep.rank) {

@@ -151,15 +151,17 @@ __device__ bool share_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_a
     return true;
 }
 
-// The directory; in block 0 also the experts' counts and whether ids are bad. False when a wait failed.
+// The directory; in block 0 also the experts' counts and whether ids are bad. The last warp has read the launch before, and
+// all know it after. False when a wait failed.
 template <bool kExpert>
 __device__ bool build_directory(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
-                                const Launch& launch, hal_cuda_error* bad) {
+                                Launch& launch, hal_cuda_error* bad) {
     const int groups = plan.directory.groups;
     const bool alone = scans_alone(a);
     const int each = alone ? groups : (groups + gridDim.x - 1) / gridDim.x;
     const int begin = alone ? 0 : min(each * static_cast<int>(blockIdx.x), groups), end = min(begin + each, groups);
     scan_tokens<kExpert>(ep, a, plan, begin, end, !a.cached && (!alone || blockIdx.x == 0), bad);
+    launch.know();  // the scan ended with a block barrier
     if (!alone && !share_directory<kExpert>(ep, a, plan, launch, begin, end, bad)) return false;
     plan.directory.count();
     return true;

@@ -35,13 +35,16 @@ struct RowWords {
         const Ids ids(a);
         const auto* weights = reinterpret_cast<const float*>(a.topk_weights);
         const Divisor topk(ep.topk);
+        int entry[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int word = start + i * 32 + lane_id(), row = topk.of(word);
-            const int entry = __shfl_sync(0xffffffffu, token, min(row, 31)) * ep.topk + word - row * ep.topk;
-            id[i] = row < rows ? ids[entry] : -1;
-            weight[i] = row < rows && weights != nullptr ? __ldg(weights + entry) : 1.0f;
+            const int from = __shfl_sync(0xffffffffu, token, min(row, 31));
+            entry[i] = row < rows ? from * ep.topk + word - row * ep.topk : -1;
+            weight[i] = 1.0f;
+            if (weights != nullptr && entry[i] >= 0) weight[i] = __ldcg(weights + entry[i]);
         }
+        ids.load(id, [&](int i) { return entry[i]; });
     }
     template <class Vector>
     __device__ void copy_scales(const Vector* from, Vector* to, int each) const {
@@ -53,7 +56,7 @@ struct RowWords {
             for (int i = 0; i < 4; ++i) {
                 const int word = begin + i * 32 + lane_id(), row = divisor.of(word);
                 const int source = __shfl_sync(0xffffffffu, token, min(row, 31));
-                if (row < rows) v[i] = __ldg(from + static_cast<std::size_t>(source) * each + word - row * each);
+                if (row < rows) v[i] = __ldcg(from + static_cast<std::size_t>(source) * each + word - row * each);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)

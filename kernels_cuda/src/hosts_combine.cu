@@ -390,7 +390,8 @@ template <class Type, bool kWeighted>
 __global__ void __launch_bounds__(512, 1)
     hosts_combine_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_hosts h,
                          const __grid_constant__ hal_cuda_combine_args a) {
-    const Launch launch(state_of(ep)->combine);
+    Launch launch(state_of(ep)->combine);
+    launch.begin();
     const Map m(ep, h);
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0, sums = (a.phases & HAL_CUDA_RECV) != 0;
     const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);

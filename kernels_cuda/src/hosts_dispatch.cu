@@ -371,7 +371,8 @@ __device__ void receive(const Rows& r, std::uint64_t epoch) {
 __global__ void __launch_bounds__(512, 1)
     hosts_dispatch_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_hosts h,
                           const __grid_constant__ hal_cuda_dispatch_args a) {
-    const Launch launch(state_of(ep)->dispatch);
+    Launch launch(state_of(ep)->dispatch);
+    launch.begin();
     const Map m(ep, h);
     const Rows rows(m, a);
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;

@@ -33,20 +33,36 @@ class OnDevice {
 constexpr std::size_t kSharedLimit =
     226 * 1024;  // of the 227 KB that a block can have; the kernels' own variables take some
 
-template <class Kernel, class... Args>
-int launch(Kernel kernel, int device, int blocks, int threads, std::size_t shared, std::uint64_t stream,
-           const char* what, const Args&... args) {
+// Dynamic shared memory for a kernel, on the current device.
+template <class Kernel>
+int give_shared(Kernel kernel, std::size_t shared, const char* what) {
     if (shared > kSharedLimit)
         return fail(std::string(what) + ": the routing tables need " + std::to_string(shared) +
                     " bytes of shared memory, a block has " + std::to_string(kSharedLimit) +
                     "; lower max_tokens, or give the kernel more blocks");
+    if (shared <= 48 * 1024) return 0;
+    return check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+                 what);
+}
+
+template <class Kernel, class... Args>
+int launch(Kernel kernel, int device, int blocks, int threads, std::size_t shared, std::uint64_t stream,
+           const char* what, const Args&... args) {
     const OnDevice here(device);
-    if (shared > 48 * 1024) {
-        const cudaError_t status =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-        if (status != cudaSuccess) return check(status, what);
-    }
+    if (const int failed = give_shared(kernel, shared, what)) return failed;
     return check(start_kernel(kernel, what, blocks, threads, shared, reinterpret_cast<cudaStream_t>(stream), args...),
+                 what);
+}
+
+// The same for a kernel whose first words are await_earlier_launch(): its blocks may be placed while the kernel before it in
+// the stream still runs.
+template <class Kernel, class... Args>
+int launch_early(Kernel kernel, int device, int blocks, int threads, std::size_t shared, std::uint64_t stream,
+                 const char* what, const Args&... args) {
+    const OnDevice here(device);
+    if (const int failed = give_shared(kernel, shared, what)) return failed;
+    return check(start_kernel_early(kernel, device, what, blocks, threads, shared,
+                                    reinterpret_cast<cudaStream_t>(stream), args...),
                  what);
 }
 

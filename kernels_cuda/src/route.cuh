@@ -16,15 +16,41 @@ __device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1
 
 // Ids as they come: 4 or 8 bytes each. -2 stands for all that do not fit an int: out of range, as any such id is.
 struct Ids {
-    const std::int32_t* words;
-    int words_each;
+    std::uint64_t base;
+    bool wide;
     __device__ explicit Ids(const hal_cuda_dispatch_args& a)
-        : words(reinterpret_cast<const std::int32_t*>(a.cached ? a.idx : a.topk_idx)),
-          words_each(!a.cached && a.idx_is_64 ? 2 : 1) {}
+        : base(a.cached ? a.idx : a.topk_idx), wide(!a.cached && a.idx_is_64) {}
     __device__ __forceinline__ int operator[](int entry) const {
-        const std::int32_t* at = words + static_cast<std::ptrdiff_t>(entry) * words_each;
-        const std::int32_t id = __ldg(at), high = words_each == 2 ? __ldg(at + 1) : id >> 31;
-        return high == id >> 31 ? id : -2;
+        return wide ? narrow(__ldcg(reinterpret_cast<const long long*>(base) + entry))
+                    : __ldcg(reinterpret_cast<const std::int32_t*>(base) + entry);
+    }
+    // kCount of them, of the entries that `entry(i)` names (negative = none, which gives -1). All loads are issued before the
+    // first value is looked at.
+    template <int kCount, class Entry>
+    __device__ __forceinline__ void load(int (&id)[kCount], Entry entry) const {
+        if (!wide) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                const int at = entry(i);
+                id[i] = -1;
+                if (at >= 0) id[i] = __ldcg(reinterpret_cast<const std::int32_t*>(base) + at);
+            }
+            return;
+        }
+        long long all[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int at = entry(i);
+            all[i] = -1;
+            if (at >= 0) all[i] = __ldcg(reinterpret_cast<const long long*>(base) + at);
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) id[i] = narrow(all[i]);
+    }
+
+  private:
+    __device__ static int narrow(long long id) {
+        return id == static_cast<std::int32_t>(id) ? static_cast<std::int32_t>(id) : -2;
     }
 };
 
@@ -170,8 +196,7 @@ __device__ __forceinline__ std::uint64_t ranks_of(const hal_cuda_ep& ep, const h
 #pragma unroll 1
     for (int start = 0; start < ep.topk; start += 8) {
         int id[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) id[j] = start + j < ep.topk ? ids[token * ep.topk + start + j] : -1;
+        ids.load(id, [&](int j) { return start + j < ep.topk ? token * ep.topk + start + j : -1; });
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             if (static_cast<unsigned>(id[j]) < static_cast<unsigned>(ep.experts)) mask |= 1ull << owner.of(id[j]);
@@ -227,12 +252,8 @@ __device__ inline void number_entries(const hal_cuda_ep& ep, const hal_cuda_disp
     unsigned* mine = histogram + warp_id() * own.count;
     const Ids ids(a);
     int id[kBatch];
-    auto load = [&](int start) {  // all loads are issued together
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int entry = start + i * 32 + lane_id();
-            id[i] = entry < end ? ids[entry] : -1;
-        }
+    auto load = [&](int start) {
+        ids.load(id, [&](int i) { return start + i * 32 + lane_id() < end ? start + i * 32 + lane_id() : -1; });
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) id[i] = id[i] < 0 ? -1 : id[i] - own.first;
     };
@@ -276,11 +297,7 @@ __device__ inline void number_groups(const hal_cuda_ep& ep, const hal_cuda_dispa
         const int last = min((group + 1) * each, entries);
         for (int start = group * each; start < last; start += 32 * kBatch) {
             int id[kBatch];
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {  // all loads are issued together
-                const int entry = start + i * 32 + lane_id();
-                id[i] = entry < last ? ids[entry] : -1;
-            }
+            ids.load(id, [&](int i) { return start + i * 32 + lane_id() < last ? start + i * 32 + lane_id() : -1; });
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 number_lanes(id[i], static_cast<unsigned>(id[i]) < static_cast<unsigned>(ep.experts), mine,

@@ -17,7 +17,7 @@ struct Piece {
     __device__ void load(const char* row) {
 #pragma unroll
         for (int i = 0; i < kLaneVectors; ++i)
-            if (first + i * 32 < end) v[i] = __ldg(reinterpret_cast<const uint4*>(row) + first + i * 32);
+            if (first + i * 32 < end) v[i] = __ldcg(reinterpret_cast<const uint4*>(row) + first + i * 32);
     }
     // Of memory that another GPU or another block may have written during this launch.
     __device__ void load_shared(const char* row) {
