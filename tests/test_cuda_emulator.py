@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cuda_emulator import (
     MUTATIONS,
     PUSH,
     RANK,
+    SEEDS,
     Defect,
     Round,
     Scenario,
@@ -173,6 +175,28 @@ def test_halves_of_a_combine_by_push_know_where_own_rows_came_from(monkeypatch: 
     for seed in range(12):
         with emulator(seed):
             hal.spawn(ranks, body, backend="cuda", transport="gin_emulated", timeout=5.0)
+
+
+@pytest.mark.parametrize("tokens", [20, 60, 100, 120, 140, 160])
+def test_early_loads_see_a_window_however_many_others_there_are(tokens: int) -> None:
+    """Of other layers, say, or of a run that failed before in this process."""
+    scenario = Scenario("crowd", rounds=4, settings={"layout": "expert", "schedule": "latency"})
+    rounds = [Round(scenario, number) for number in range(scenario.rounds)]
+    other = replace(scenario.spec, max_tokens=tokens)
+
+    def body(comm: hal.Communicator) -> bool:
+        before = comm.expert_parallel(other)
+        ep, me = comm.expert_parallel(scenario.spec), comm.rank
+        after, equal = comm.expert_parallel(other), True
+        for one in rounds:
+            equal &= ep.dispatch(one.x[me], one.idx[me]).x.tobytes() == one.rows[me].x.tobytes()
+        return equal and before.spec == after.spec
+
+    def ends(seed: int) -> bool:
+        with emulator(seed, "acquire_is_relaxed"):
+            return all(hal.spawn(2, body, backend="cuda", transport="gin_emulated", timeout=20.0))
+
+    assert not all(ends(seed) for seed in SEEDS)
 
 
 def test_the_demo_runs_on_emulated_gpus(capsys: pytest.CaptureFixture[str]) -> None:

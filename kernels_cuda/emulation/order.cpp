@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 namespace hal::cuda::emulation {
 
@@ -77,17 +78,23 @@ void StoreBuffer::remove(std::size_t index) {
 // --- loads ---------------------------------------------------------------------------------------------------------
 
 void EarlyLoads::take(const std::vector<Region>& regions, int device) {
-    std::size_t left = 1 << 20;
+    constexpr std::size_t kEach = 1 << 20, kAll = 8 << 20;
     parts_.clear();
     known_.clear();
     ++number_;
-    for (const Region& region : regions) {
-        const std::size_t bytes = static_cast<std::size_t>(region.members) * region.bytes;
-        if (region.device != device || bytes > left) continue;
+    std::vector<const Region*> newest;  // first: windows that a failed run left behind may be many
+    for (const Region& region : regions)
+        if (region.device == device && static_cast<std::size_t>(region.members) * region.bytes <= kEach)
+            newest.push_back(&region);
+    std::ranges::sort(newest, std::greater<>(), &Region::number);
+    std::size_t left = kAll;
+    for (const Region* region : newest) {
+        const std::size_t bytes = static_cast<std::size_t>(region->members) * region->bytes;
+        if (bytes > left) return;
         left -= bytes;
-        for (int member = 0; member < region.members; ++member) {
-            const std::byte* begin = region.begin + static_cast<std::size_t>(member) * region.stride;
-            parts_.push_back({begin, {begin, begin + region.bytes}});
+        for (int member = 0; member < region->members; ++member) {
+            const std::byte* begin = region->begin + static_cast<std::size_t>(member) * region->stride;
+            parts_.push_back({begin, {begin, begin + region->bytes}});
         }
     }
 }

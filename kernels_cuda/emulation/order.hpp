@@ -74,8 +74,8 @@ class StoreBuffer {
 // what was there then.
 class EarlyLoads {
   public:
-    // Of the parts that a device can address, up to as many bytes as can be copied at every launch: what is larger, such
-    // as a session's outbox, is always seen as it is.
+    // Of the windows that a device can address, those small enough to be copied at every launch: what is larger, such as a
+    // session's outbox, is always seen as it is.
     void take(const std::vector<Region>& regions, int device);
     // How often it was taken: a thread that acquired since then sees nothing of it.
     std::uint32_t number() const { return number_; }

@@ -10,6 +10,7 @@ namespace {
 struct All {
     std::mutex mutex;
     std::shared_ptr<const Regions> now = std::make_shared<Regions>();
+    std::uint64_t added = 0;
     static All& instance() {
         static auto* all = new All;
         return *all;
@@ -39,9 +40,9 @@ void add_region(const Region& region) {
     All& all = All::instance();
     const std::lock_guard lock(all.mutex);
     auto next = std::make_shared<Regions>(*all.now);
-    next->insert(std::upper_bound(next->begin(), next->end(), region,
-                                  [](const Region& a, const Region& b) { return a.begin < b.begin; }),
-                 region);
+    const auto at = std::upper_bound(next->begin(), next->end(), region,
+                                     [](const Region& a, const Region& b) { return a.begin < b.begin; });
+    next->insert(at, region)->number = ++all.added;
     all.now = std::move(next);
 }
 

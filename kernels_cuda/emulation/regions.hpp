@@ -15,6 +15,7 @@ struct Region {
     std::size_t span = 0, stride = 0, bytes = 0;
     int members = 0, first = 0;  // of the LSA team, and its first rank
     int device = 0;              // of the rank that maps it
+    std::uint64_t number = 0;    // grows from one to the next; given by add_region
 
     bool holds(const void* p) const {
         return static_cast<std::size_t>(static_cast<const std::byte*>(p) - begin) < span;
