@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hal_cuda import native, quick
+from hal_cuda import facts, native
 
 import hal
 
@@ -63,11 +63,7 @@ def stand_in(library: native.Library) -> None:
 
 def on_stream(ep: Any, stream: int) -> None:
     """Calls of ``ep`` launch on a stream, as those of real GPUs do; these exist nowhere."""
-    engine = ep._engine
-    engine.device = "cuda:0"  # the short way is for GPUs only, and tensors are in host memory here
-    torch._C._cuda_getCurrentRawStream = int
-    ep._shortcut = made = quick.Quick(engine, ep)
-    engine.device, made._device, made._stream = "cpu", torch.device("cpu"), stream.__or__
+    ep._quick()._stream = {None: stream}.get
 
 
 def pairs(ep: hal.ExpertParallel, tokens: int) -> dict[str, Callable[[], None]]:
@@ -178,19 +174,23 @@ def main() -> None:
         for row in hal.spawn(1, body, options.tokens, options.calls, **connect)[0]:
             print(json.dumps(row))
         return
+    other = shlex.split(options.beside)
+    asked = [other[0], "-c", "from hal_cuda.facts import commit; print(commit())"]
     record = {
-        "what": "Python's part of an eager pair, on a CPU with launches that return at once",
+        "what": "Python's part of an eager pair, on a CPU with launches that return at once; not of GPUs",
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "commit": facts.commit(),
+        "commit_before": subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip(),
         "machine": f"{os.cpu_count()}-core {platform.machine()} VM",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_before": os.getloadavg()[0],
         "shape": {"hidden": 7168, "experts": 256, "top_k": 8, "ranks": 1, "tokens": options.tokens},
         "turns": TURNS,
-        **beside(shlex.split(options.beside), options.tokens),
+        **beside(other, options.tokens),
     }
     if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        facts.write(options.out, record)
 
 
 if __name__ == "__main__":
