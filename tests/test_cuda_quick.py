@@ -151,11 +151,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a shape": (lambda x: x[:, :-1].contiguous(), "hidden"),
     "strides": (lambda x: x.t().contiguous().t(), r"\.contiguous\(\)"),
     "a sparse tensor": (lambda x: x.to_sparse(), "to_dense"),
+    "a compressed one": (lambda x: x.to_sparse_csr(), "to_dense"),
     "a tensor of autograd": (lambda x: x.clone().requires_grad_(), "detach"),
     "another device": (lambda x: x.to("meta"), "meta"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_to_be_refused_is_left_to_the_general_way(what: str) -> None:
     change, words = REFUSED[what]
