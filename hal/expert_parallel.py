@@ -33,10 +33,8 @@ class Handle:
 
     __slots__ = ("_ep", "_rows", "_state", "_tokens", "_weights_shape")
 
-    def __init__(self, ep: ExpertParallel, state: Any, tokens: int, received: Received) -> None:
-        self._ep, self._state, self._tokens = ep, state, tokens
-        self._rows = received.x.shape[0]
-        self._weights_shape = received.topk_weights.shape
+    def __init__(self, ep: ExpertParallel, state: Any, tokens: int, rows: int, weights_shape: tuple[int, ...]) -> None:
+        self._ep, self._state, self._tokens, self._rows, self._weights_shape = ep, state, tokens, rows, weights_shape
 
     def __repr__(self) -> str:
         return f"<hal.Handle: {self._tokens} tokens sent, {self._rows} rows received>"
@@ -436,7 +434,7 @@ class ExpertParallel:
             to_kind(got.topk_weights, kind),
             to_kind(got.tokens_per_expert, kind),
             None if got.expert_offsets is None else to_kind(got.expert_offsets, kind),
-            Handle(self, got.state, tokens, got),
+            Handle(self, got.state, tokens, got.x.shape[0], got.topk_weights.shape),
             got.masked_ranks,
         )
 

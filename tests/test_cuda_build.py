@@ -26,6 +26,8 @@ from hal_cuda.native import (
     LitmusOp,
     Op,
     Properties,
+    Python,
+    SlotView,
 )
 from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate, fraction_sent, tuning
 from hal_cuda.slots import Slots
@@ -68,7 +70,7 @@ def test_structures_are_those_of_the_header(tmp_path):
     names = {
         "ep": Ep, "dispatch_args": DispatchArgs, "combine_args": CombineArgs, "error": Error, "op": Op, "gin": Gin,
         "gin_needs": GinNeeds, "gin_properties": GinProperties, "gin_check_args": GinCheckArgs, "properties": Properties,
-        "litmus_op": LitmusOp, "litmus": Litmus,
+        "litmus_op": LitmusOp, "litmus": Litmus, "view": SlotView, "python": Python,
     }  # fmt: skip
     text = '#include "hal_cuda.h"\n#include <stdio.h>\nint main(void) {\n'
     text += "".join(f'printf("%zu\\n", sizeof(hal_cuda_{name}));\n' for name in names) + "return 0; }\n"

@@ -56,6 +56,21 @@ def test_the_page_quotes_what_was_recorded(plot_cuda):
                 assert column[int(tokens)] == pytest.approx(float(cell), abs=0.051), (tokens, cell)
 
 
+def test_the_page_quotes_what_an_eager_pair_costs_in_python():
+    record = json.loads((RECORD.parent / "2026-11-30-cuda-call-cost.json").read_text())
+    page = (ROOT / "docs" / "performance_cuda.md").read_text()
+    wanted = [
+        f"| {new['layout']} | {new['form']} | {old['python_calls']} | {new['python_calls']} "
+        f"| {old['median_us']:.1f} | {new['median_us']:.1f} | {new['ratio']:.2f} |"
+        for old, new in zip(record["before"], record["after"], strict=True)
+        if new["stream"] == "default"
+    ]
+    assert len(wanted) == 4
+    assert "\n".join(wanted) in page
+    assert record["commit"] in page
+    assert record["commit_before"] in page
+
+
 def test_the_picture_is_the_record_s(plot_cuda, tmp_path):
     pytest.importorskip("matplotlib")
     plot_cuda.draw(json.loads(RECORD.read_text()), tmp_path / "drawn.svg")

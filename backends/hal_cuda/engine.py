@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import addressof, byref, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from hal_cuda.layout import HandleLayout, Layout, handle_layout, layout
 from hal_cuda.memory import Allocator
 from hal_cuda.over_hosts import OverHosts
 from hal_cuda.slots import Lease, Slots
-from hal_cuda.views import torch_of, view
+from hal_cuda.views import RECEIVED, Part, Views, received_views, torch_of
 
 if TYPE_CHECKING:
     from hal.expert_parallel import ExpertParallel
@@ -39,7 +39,18 @@ PULL_TOKENS = 512
 COMBINE = "HAL_CUDA_COMBINE"
 """``pull`` or ``push`` for every size, the same on all ranks: reading is best where experts write to expert_output."""
 MAX_RANKS, MAX_TOP_K = 64, 32
+_WHOLE = native.SEND | native.RECV
 _COMBINE_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What follows from a number of tokens."""
+
+    handle: HandleLayout
+    dispatch: tuple[int, int]
+    """Blocks and threads of the launch; of combine's likewise."""
+    combine: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -47,12 +58,15 @@ class State:
     """The engine's part of a handle."""
 
     tokens: int
-    memory: Buffer
-    place: HandleLayout
+    sized: Sized
+    arrays: Any
+    """native.HandleArrays."""
     rows: int
     """Rows of the receiver's arrays, padding included."""
-    shared: Buffer | None = None
-    """Of the dispatch whose routing this one reuses."""
+    memory: Any
+    """Keeps the arrays, but for those of the dispatch whose routing this one reuses."""
+    routing: Any
+    """Keeps those."""
 
 
 @dataclass(slots=True)
@@ -62,6 +76,8 @@ class PendingDispatch:
     view: bool
     sequence: int
     """0 = nobody waits for a row count."""
+    cached: bool
+    """The routing is an earlier dispatch's."""
     call: tuple[Any, ...]
     """Arguments of launch_dispatch, to do it again; keeps the caller's x until the receive half."""
 
@@ -106,6 +122,7 @@ class CudaEngine:
         self._fixed = spec.schedule == "latency"
         self._slots = Slots(self.library, spec.num_buffers, ahead=self._fixed)
         self._faults = Faults(self.library, session.device, session.watch)
+        self._error = self._faults.record
         self._allocator = Allocator(self.library, session.device, self.device)
         self.tuning = session.tuning(spec, self._push)
         self._state_memory = int(self.library.value("malloc", c_uint64, session.device, self.library.state_bytes, 0))
@@ -121,26 +138,29 @@ class CudaEngine:
         # One word for each slot: as many dispatches may be on their way.
         self._host_word, self._host_word_address = host.value or 0, int(address.value)
         self._sequence = 0
-        self._places: dict[int, HandleLayout] = {}
+        self._sized: dict[int, Sized] = {}
+        self._row_count, self._capture_status = c_uint32(), c_int()
         self._last_stream: int | None = None
         self._combine_open = False
         self._read_late = False
         """Peers may still read an expert's output: until the next dispatch nobody writes there."""
         self._closed = False
         self._failure: str | None = None
-        self._whole = PendingCombine(
-            State(0, Buffer(0, (0,), "uint8", self.device), HandleLayout(*[0] * 9), 0), None, None, None, False
-        )
+        self._views = received_views(self.library, self.device, spec, world, self.place)
+        rows_out = Part(0, RECEIVED, (spec.hidden,), spec.combine_dtype or spec.dtype)
+        self._output_views = Views(self.library, self.device, [rows_out])
+        self._output_begin = self.place.slots + self._slots.combine_slot * self.place.slot_bytes
         self._ep = self._description()
-        self.description = byref(self._ep)
-        self.launch, self.launch_combine = self._launches()
         self._dispatch_args = native.DispatchArgs()
-        self._combine_args = native.CombineArgs()
+        self._combine_args = self._new_combine_args()
+        """Of combines in one launch, without weights to carry or biases: what names those stays 0."""
+        self._combine_args_at = addressof(self._combine_args)
+        self._launch_dispatch, self._launch_combine = self._launches()
         session._bootstrap.barrier()
 
     def quick(self, ep: ExpertParallel) -> Any:
-        """The short way for torch tensors on GPUs, once torch is there."""
-        if "torch" not in sys.modules or self.device == "cpu":
+        """The short way for torch tensors, once torch is there."""
+        if "torch" not in sys.modules:
             return None
         from hal_cuda.quick import Quick
 
@@ -159,7 +179,7 @@ class CudaEngine:
     ) -> Received:
         """Both halves as one kernel."""
         self.admit()
-        pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND | native.RECV)
+        pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, _WHOLE)
         return self.received(pending, stream)
 
     def dispatch_send(
@@ -193,13 +213,14 @@ class CudaEngine:
         try:
             self.settle(pending)
             args = self._dispatch_args
-            self._name_handle(args, pending.state)
-            args.tokens, args.cached, args.slot = 0, int(pending.state.shared is not None), pending.lease.slot
+            args.handle = pending.state.arrays
+            args.tokens, args.cached, args.slot = 0, pending.cached, pending.lease.slot
             args.phases, args.host_word, args.pad_to_rows, args.next_slot = native.RECV, 0, 0, -1
             blocks, spread = self.tuning.dispatch_blocks, self._fixed or self._spec.layout == "expert"
             args.blocks, args.threads = blocks if spread else min(8, blocks), self.tuning.threads
             on = self._on(stream)
-            self.launch(byref(args), on)
+            if self._launch_dispatch(on):
+                raise self.library.error()
             pending.view = self._slots.may_view(pending.lease, self._capturing(on))
         except BaseException:
             pending.lease.ended = True
@@ -216,49 +237,52 @@ class CudaEngine:
         stream: int | None,
         phases: int,
     ) -> PendingDispatch:
-        addresses = (x.ptr, *(0 if array is None else array.ptr for array in (topk_idx, topk_weights, scales)))
+        ids, weights, factors = (0 if array is None else array.ptr for array in (topk_idx, topk_weights, scales))
         wide = topk_idx is not None and topk_idx.dtype == "int64"
-        return self.launch_dispatch(x.owner, x.shape[0], addresses, wide, state, stream, phases)
+        return self.launch_dispatch(x.owner, x.shape[0], x.ptr, ids, weights, factors, wide, state, stream, phases)
 
     def launch_dispatch(
         self,
         like: Any,
         tokens: int,
-        addresses: tuple[int, ...],
+        x: int,
+        ids: int,
+        weights: int,
+        scales: int,
         wide: bool,
-        state: State | None,
+        reused: State | None,
         stream: int | None,
         phases: int,
     ) -> PendingDispatch:
-        """``addresses`` of x, ids, weights and scales; 0 = not given. ``like``: an array to allocate like."""
+        """By addresses, 0 = not given; ``wide``: ids of 64 bits. ``like``: an array to allocate like."""
         on = self._on(stream)
         self._check()
         capturing = self._capturing(on)
         lease, offer = self._slots.for_dispatch(self._window, capturing)
         try:
-            new = self._new_state(like, tokens, state, on)
-            exact = not (self._fixed or capturing) and state is None
-            if not exact and state is None:
-                new.rows = self.place.slot_rows
-            args = self._dispatch_args
-            args.x, args.topk_idx, args.topk_weights, args.scales = addresses
-            args.idx_is_64, args.tokens, args.cached = wide, tokens, state is not None
-            args.slot, args.next_slot, args.phases = lease.slot, offer, phases
-            args.pad_to_rows = 0 if self._fixed or not (capturing or state is not None) else new.rows
-            self._sequence = (self._sequence + 1) & 0xFFFFFFFF
-            args.sequence, args.host_word = self._sequence, self._host_word_address + 8 * lease.slot if exact else 0
-            self._name_handle(args, new)
-            args.blocks, args.threads = self._dispatch_shape(tokens)
-            self.launch(byref(args), on)
+            state = self._new_state(like, tokens, reused, on)
+            exact = not (self._fixed or capturing) and reused is None
+            if not exact and reused is None:
+                state.rows = self.place.slot_rows
+            args, slot = self._dispatch_args, lease.slot
+            args.x, args.topk_idx, args.topk_weights, args.scales = x, ids, weights, scales
+            args.idx_is_64, args.tokens, args.cached = wide, tokens, reused is not None
+            args.slot, args.next_slot, args.phases, args.handle = slot, offer, phases, state.arrays
+            args.pad_to_rows = 0 if self._fixed or not (capturing or reused is not None) else state.rows
+            args.sequence = self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+            args.host_word = self._host_word_address + 8 * slot if exact else 0
+            args.blocks, args.threads = state.sized.dispatch
+            if self._launch_dispatch(on):
+                raise self.library.error()
         except BaseException:
             lease.ended = True
             raise
         self._read_late = False
         if not capturing:
             self._slots.launched(offer)
-        call = (like, tokens, addresses, wide, state, stream, phases)
+        call = (like, tokens, x, ids, weights, scales, wide, reused, stream, phases)
         view = self._slots.may_view(lease, capturing)
-        return PendingDispatch(new, lease, view, self._sequence if exact else 0, call)
+        return PendingDispatch(state, lease, view, self._sequence if exact else 0, reused is not None, call)
 
     def settle(self, pending: PendingDispatch) -> None:
         """Wait for the row count of a dispatch with exact shapes."""
@@ -287,40 +311,41 @@ class CudaEngine:
             pending.lease.ended = True
             raise
 
+    def received_tensors(self, pending: PendingDispatch, stream: int | None, torch: Any) -> tuple[Any, ...] | None:
+        """:meth:`received` as tensors; None where it gives no views, or no rows."""
+        try:
+            if pending.sequence:
+                self.settle(pending)
+            if stream is None:
+                self._finish(stream)
+            rows, lease = pending.state.rows, pending.lease
+            if not (pending.view and rows):
+                return None
+            return self._views.tensors(self.slot_address(lease.slot), rows, lease, torch)
+        except BaseException:
+            pending.lease.ended = True
+            raise
+
     def _arrays(self, pending: PendingDispatch, stream: int | None) -> Received:
         """What has been received: views of its slot, or copies."""
-        state, spec = pending.state, self._spec
-        rows, place, local = state.rows, self.place, spec.num_experts // self._session.world_size
-        words = (rows, spec.top_k) if spec.layout == "rank" else (rows,)
-        base = self.slot_address(pending.lease.slot)
-
-        torch, lease, device, library = torch_of(pending.like), pending.lease, self.device, self.library
-
-        def part(offset: int, shape: tuple[int, ...], dtype: str) -> Buffer:
-            if pending.view:
-                return view(library, base + offset, shape, dtype, device, lease, torch)
-            return self._copy_out(Buffer(base + offset, shape, dtype, self.device, lease), pending.like, stream)
-
-        return Received(
-            part(0, (rows, spec.hidden), spec.dtype),
-            part(place.slot_scales, (rows, spec.scale_dim), "float32") if spec.scale_dim else None,
-            part(place.slot_idx, words, "int32"),
-            part(place.slot_weights, words, "float32"),
-            part(place.slot_counts, (local,), "int32"),
-            part(place.slot_offsets, (local + 1,), "int64") if spec.layout == "expert" else None,
-            state,
-        )
+        state, lease = pending.state, pending.lease
+        base, torch = self.slot_address(lease.slot), torch_of(pending.like) if pending.view else None
+        arrays = self._views.buffers(base, state.rows, lease, torch)
+        if not pending.view:
+            arrays = [None if part is None else self._copy_out(part, pending.like, stream) for part in arrays]
+        x, scales, topk_idx, topk_weights, counts, offsets = arrays
+        return Received(x, scales, topk_idx, topk_weights, counts, offsets, state)
 
     def _await_rows(self, slot: int, sequence: int) -> int:
         """The row count of an exact dispatch, while its rows still move."""
-        rows = c_uint32()
+        rows, at = self._row_count, byref(self._row_count)
         # The kernel's own limit is the timeout, and it may have to wait for the GPU's earlier work first.
         raw = self.library.raw_await_rows
-        while (status := raw(self._host_word + 8 * slot, sequence, self._faults.host, 1.0, byref(rows))) == 1:
+        while (status := raw(self._host_word + 8 * slot, sequence, self._faults.host, 1.0, at)) == 1:
             self._check()
             # A launch that failed will never write; one that ended wrote before this look, so look once more.
             if self.library.value("stream_query", c_int, self._session.device, self._last_stream or 0):
-                status = raw(self._host_word + 8 * slot, sequence, self._faults.host, 0.0, byref(rows))
+                status = raw(self._host_word + 8 * slot, sequence, self._faults.host, 0.0, at)
                 break
         self._check()
         if status != 0:
@@ -345,8 +370,9 @@ class CudaEngine:
         lease = self._slots.for_output(self._window, self._capturing(on)) if spare else None
         if lease is None:
             return self._allocator.empty(like, shape, dtype, on)
-        ptr = self._window.ptr + self.place.slots + lease.slot * self.place.slot_bytes
-        return view(self.library, ptr, shape, dtype, self.device, lease, torch_of(like))
+        output: Buffer
+        [output] = self._output_views.buffers(self.slot_address(lease.slot), state.rows, lease, torch_of(like))
+        return output
 
     def combine(
         self,
@@ -360,7 +386,7 @@ class CudaEngine:
         """Both halves as one kernel."""
         pending = self._pending_combine(x, state, topk_weights, weighted, stream, fused=True)
         try:
-            return self._combine(pending, bias, stream, native.SEND | native.RECV)
+            return self._combine(pending, bias, stream, _WHOLE)
         finally:
             pending.end()
 
@@ -369,8 +395,9 @@ class CudaEngine:
     ) -> PendingCombine:
         pending = self._pending_combine(x, state, topk_weights, weighted, stream, fused=False)
         try:
-            args = self._name_combine(pending, native.SEND, x.ptr, -1)
-            self.launch_combine(byref(args), self._on(stream))
+            args = self._name_pending(pending, native.SEND, -1)
+            if self._launch_combine(addressof(args), self._on(stream)):
+                raise self.library.error()
             self._finish(stream)
         except BaseException:
             pending.end()
@@ -393,9 +420,9 @@ class CudaEngine:
         on = self._on(stream)
         self._check()
         self._refuse_open_combine()
-        offset = self._offset(x)
+        offset = self._offset_of(x.ptr, x.nbytes)
         needs = self._push or weights is not None or not fused or offset < 0
-        in_output = self._in_output(offset)
+        in_output = offset >= self._output_begin
         self._read_late |= in_output
         scratch = self._slots.scratch(self._window, self._capturing(on), in_output) if needs else None
         return PendingCombine(state, x, scratch, weights, weighted)
@@ -409,59 +436,63 @@ class CudaEngine:
         back = None
         if pending.weights is not None:
             back = self._allocator.empty(like, (tokens, spec.top_k), "float32", on)
-        whole = phases == native.SEND | native.RECV
-        args = self._name_combine(pending, phases, pending.x.ptr, self._offset(pending.x) if whole else -1)
+        whole = phases == _WHOLE
+        args = self._name_pending(pending, phases, self._offset_of(pending.x.ptr, pending.x.nbytes) if whole else -1)
         args.out, args.out_weights = y.ptr, 0 if back is None else back.ptr
         args.bias0 = bias[0].ptr if bias else 0
         args.bias1 = bias[1].ptr if len(bias) > 1 else 0
-        self.launch_combine(byref(args), on)
+        if self._launch_combine(addressof(args), on):
+            raise self.library.error()
         self._finish(stream)
         return y, back
 
-    def name_whole_combine(self, state: State, x: int, nbytes: int, weighted: bool, on: int) -> Any:
-        """Arguments of a combine in one launch, without weights to carry or biases; the caller fills in where to."""
-        self._on(on)
+    def combine_rows(self, x: int, nbytes: int, state: State, weighted: bool, out: int, stream: int | None) -> None:
+        """:meth:`combine` by addresses, without weights to carry or biases."""
+        on = self._on(stream)
         self._check()
         self._refuse_open_combine()
-        pending = self._whole
-        pending.state, pending.weighted = state, weighted
-        offset = self._offset_of(x, nbytes)
-        self._read_late |= self._in_output(offset)
-        pending.scratch = self._slots.scratch(self._window, self._capturing(on)) if self._push or offset < 0 else None
-        try:
-            return self._name_combine(pending, native.SEND | native.RECV, x, offset)
-        finally:
-            pending.scratch = None  # free for the next call: launches follow one another
+        offset, slot = self._offset_of(x, nbytes), 0
+        self._read_late |= offset >= self._output_begin
+        if self._push or offset < 0:  # free again at once: launches follow one another
+            slot = self._slots.scratch(self._window, self._capturing(on)).slot
+        args = self._combine_args
+        self._name_combine(args, state, weighted, _WHOLE, x, offset, slot)
+        args.out = out
+        if self._launch_combine(self._combine_args_at, on):
+            raise self.library.error()
+        if stream is None:
+            self._finish(stream)
 
-    def _name_combine(self, pending: PendingCombine, phases: int, x: int, offset: int) -> Any:
-        args, state = self._combine_args, pending.state
-        args.x, args.out, args.bias0, args.bias1, args.out_weights = x, 0, 0, 0, 0
+    def _name_pending(self, pending: PendingCombine, phases: int, offset: int) -> Any:
+        args, scratch, weights = self._new_combine_args(), pending.scratch, pending.weights
+        slot = scratch.slot if scratch is not None else 0
+        self._name_combine(args, pending.state, pending.weighted, phases, pending.x.ptr, offset, slot)
         # Not told by the address: an empty array has none.
-        args.carries_weights = pending.weights is not None
-        args.row_weights = 0 if pending.weights is None else pending.weights.ptr
-        own, handle = state.memory.ptr, state.place
-        shared = state.shared.ptr if state.shared is not None else own
-        args.pos, args.idx, args.counts = shared + handle.pos, shared + handle.idx, shared + handle.counts
-        args.lists = shared + handle.lists
-        args.weights = own + handle.weights
-        args.source = (own if self._spec.layout == "expert" else shared) + handle.source
-        args.window_offset = offset
-        args.late_done = self._in_output(offset)
-        args.tokens, args.weighted, args.phases = state.tokens, pending.weighted, phases
-        args.scratch_slot = pending.scratch.slot if pending.scratch is not None else 0
-        args.push, args.push_blocks = self._push, self.tuning.push_blocks
-        args.blocks, args.threads = self._combine_shape(state.tokens)
+        args.carries_weights = weights is not None
+        args.row_weights = 0 if weights is None else weights.ptr
         return args
+
+    def _name_combine(
+        self, args: Any, state: State, weighted: bool, phases: int, x: int, offset: int, scratch_slot: int
+    ) -> None:
+        args.x, args.window_offset, args.late_done = x, offset, offset >= self._output_begin
+        args.handle, args.tokens, args.weighted, args.phases = state.arrays, state.tokens, weighted, phases
+        args.scratch_slot = scratch_slot
+        args.blocks, args.threads = state.sized.combine
+
+    def _new_combine_args(self) -> Any:
+        return native.CombineArgs(push=self._push, push_blocks=self.tuning.push_blocks)
 
     # --- shapes of launches --------------------------------------------------------------------------------------
 
-    def _launches(self) -> tuple[Callable[[Any, int], None], Callable[[Any, int], None]]:
-        """The kernels of dispatch and combine: for one NVLink domain, or over hosts."""
-        library = self.library
+    def _launches(self) -> tuple[Callable[[int], int], Callable[[int, int], int]]:
+        """The kernels of dispatch, on a stream, and of combine, by its arguments' address: for one NVLink domain or over
+        hosts. Not 0 = failed."""
+        library, ep, dispatch_args = self.library, addressof(self._ep), addressof(self._dispatch_args)
         if self._over_hosts is None:
-            return partial(library.dispatch, self.description), partial(library.combine, self.description)
-        both = (self.description, self._over_hosts.description)
-        return partial(library.hosts_dispatch, *both), partial(library.hosts_combine, *both)
+            return partial(library.raw_dispatch, ep, dispatch_args), partial(library.raw_combine, ep)
+        both = (ep, self._over_hosts.description)
+        return partial(library.raw_hosts_dispatch, *both, dispatch_args), partial(library.raw_hosts_combine, *both)
 
     def _dispatch_shape(self, tokens: int) -> tuple[int, int]:
         if self._crossing is not None:
@@ -490,24 +521,24 @@ class CudaEngine:
     # --- the rest ------------------------------------------------------------------------------------------------
 
     def _new_state(self, like: Any, tokens: int, reused: State | None, on: int) -> State:
-        place = self._places.get(tokens)
-        if place is None:
-            place = handle_layout(self._spec, self._session.world_size, self.place, tokens, self._crossing)
-            self._places[tokens] = place
         if reused is not None and self._spec.layout == "rank":
-            # Nothing of such a handle changes with the rows or the weights that travel.
-            return State(tokens, reused.memory, place, reused.rows, reused.shared or reused.memory)
-        memory = self._allocator.empty(like, (place.total,), "uint8", on)
-        if reused is None:
-            return State(tokens, memory, place, 0)
-        return State(tokens, memory, place, reused.rows, reused.shared or reused.memory)
-
-    def _name_handle(self, args: Any, state: State) -> None:
-        own, place = state.memory.ptr, state.place
-        shared = state.shared.ptr if state.shared is not None else own
-        args.pos, args.idx, args.counts = shared + place.pos, shared + place.idx, shared + place.counts
-        args.expert_counts, args.expert_offsets = shared + place.expert_counts, shared + place.expert_offsets
-        args.weights, args.source, args.lists = own + place.weights, own + place.source, shared + place.lists
+            return reused  # nothing of such a handle changes with the rows or the weights that travel
+        sized = self._sized.get(tokens)
+        if sized is None:
+            place = handle_layout(self._spec, self._session.world_size, self.place, tokens, self._crossing)
+            sized = Sized(place, self._dispatch_shape(tokens), self._combine_shape(tokens))
+            self._sized[tokens] = sized
+        place = sized.handle
+        own, memory = self._allocator.memory(like, (place.total,), "uint8", on)
+        if reused is not None:
+            arrays = native.HandleArrays.from_buffer_copy(reused.arrays)
+            arrays.weights, arrays.source = own + place.weights, own + place.source
+            return State(tokens, sized, arrays, reused.rows, memory, reused.routing)
+        arrays = native.HandleArrays()
+        arrays.pos, arrays.idx, arrays.counts = own + place.pos, own + place.idx, own + place.counts
+        arrays.expert_counts, arrays.expert_offsets = own + place.expert_counts, own + place.expert_offsets
+        arrays.weights, arrays.source, arrays.lists = own + place.weights, own + place.source, own + place.lists
+        return State(tokens, sized, arrays, 0, memory, memory)
 
     def _allocate_scratch(self) -> int:
         """Where a launch's blocks tell one another what they found in the ids."""
@@ -564,21 +595,14 @@ class CudaEngine:
             keep_source=int(self._push),
         )
 
-    def _offset(self, x: Buffer) -> int:
-        """Where in the window x lies, or -1."""
-        return self._offset_of(x.ptr, x.nbytes)
-
     def _offset_of(self, ptr: int, nbytes: int) -> int:
+        """Where in the window an array lies, or -1."""
         at = ptr - self._window.ptr
         return int(at) if at >= 0 and at + nbytes <= self._window.nbytes and nbytes else -1
 
     def _refuse_open_combine(self) -> None:
         if self._combine_open:
             raise ContractError("a combine_send is still without its combine_recv: receive it before the next combine")
-
-    def _in_output(self, offset: int) -> bool:
-        """Whether rows at this offset lie where ep.expert_output puts them."""
-        return offset >= self.place.slots + self._slots.combine_slot * self.place.slot_bytes
 
     def _on(self, stream: int | None) -> int:
         """The stream to launch on. Launches of one engine follow each other, so a change of stream is ordered."""
@@ -592,7 +616,8 @@ class CudaEngine:
     def _capturing(self, on: int) -> bool:
         if on == 0:
             return False  # the legacy default stream cannot be captured
-        return bool(self.library.value("stream_capturing", c_int, self._session.device, on))
+        self.library.stream_capturing(self._session.device, on, byref(self._capture_status))
+        return bool(self._capture_status.value)
 
     def _finish(self, stream: int | None) -> None:
         """Callers without streams get finished results."""
@@ -601,6 +626,8 @@ class CudaEngine:
             self._check()
 
     def _check(self) -> None:
+        if self._error.kind == 0 and self._failure is None:
+            return
         if self._failure is not None:
             raise HalError(f"this communicator can only be closed, since it met a PeerTimeout: {self._failure}")
         try:

@@ -6,13 +6,26 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from ctypes import POINTER, byref, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    py_object,
+)
 from typing import Any
 
 from hal.errors import BackendUnavailable, HalError
 from hal_cuda import build, nccl
 
-ABI = 2
+ABI = 3
 SEND, RECV = 1, 2
 PUT, SIGNAL, WAIT, QUIET, PUT_VALUE, ARRIVE, AWAIT = range(7)
 MAX_OPS = 48
@@ -71,19 +84,30 @@ Ep: Any = _structure(
     (c_uint32, "owner_inverse"),
     (c_int32, "keep_source"),
 )
+HandleArrays: Any = _structure(
+    "HandleArrays", (c_uint64, "pos idx weights source counts expert_counts expert_offsets lists")
+)
+"""A handle's addresses, which lie in the arguments of dispatch and of combine alike: worked out once, named as one."""
 DispatchArgs: Any = _structure(
     "DispatchArgs",
     (c_uint64, "x topk_idx topk_weights scales"),
-    (c_uint64, "pos idx weights source counts expert_counts expert_offsets lists host_word"),
+    (HandleArrays, "handle"),
+    (c_uint64, "host_word"),
     (c_uint32, "sequence"),
     (c_int32, "tokens idx_is_64 cached slot next_slot phases pad_to_rows blocks threads"),
 )
 CombineArgs: Any = _structure(
     "CombineArgs",
-    (c_uint64, "x out bias0 bias1 row_weights out_weights pos idx weights source counts lists"),
+    (c_uint64, "x out bias0 bias1 row_weights out_weights"),
+    (HandleArrays, "handle"),
     (c_int64, "window_offset"),
     (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks"),
 )
+SlotView: Any = _structure(
+    "SlotView", (c_uint64, "offset"), (c_int64, "rows columns"), (c_int32, "code bits dims unused")
+)
+_PYTHON = "PyCapsule_New PyObject_CallFunctionObjArgs PyTuple_New PyTuple_SetItem Py_IncRef Py_DecRef PyErr_NoMemory"
+Python: Any = _structure("Python", (c_void_p, _PYTHON), (py_object, "none from_dlpack"))
 Window: Any = _structure("Window", (c_uint64, "ptr bytes peers peer_stride handle"))
 LitmusOp: Any = _structure(
     "LitmusOp",
@@ -192,6 +216,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def python(from_dlpack: Any) -> Any:
+    """This Python, for the library's ``tensors``."""
+    addresses = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p).value for name in _PYTHON.split()]
+    return Python(*addresses, None, from_dlpack)
+
+
 class Library:
     """The loaded library; every function raises HalError with its reason. ctypes releases the GIL during each call."""
 
@@ -204,12 +234,12 @@ class Library:
             raise BackendUnavailable(
                 "cuda", f"{path} has ABI {self._cdll.hal_cuda_abi()}, not {ABI}", "install moe-hal again"
             )
-        leases, dlpack = self._cdll.hal_cuda_leases, self._cdll.hal_cuda_dlpack
-        leases.argtypes, leases.restype = (c_int,), POINTER(c_int64)
-        dlpack.argtypes, dlpack.restype = (c_uint64, *[c_int] * 4, c_int64, c_int64, c_void_p), c_void_p
-        end = self._cdll.hal_cuda_dlpack_end
-        end.argtypes, end.restype = (c_void_p,), None
-        self.leases, self.dlpack, self.dlpack_end = leases, dlpack, end
+        self.leases = self._cdll.hal_cuda_leases
+        self.leases.argtypes, self.leases.restype = (c_int,), POINTER(c_int64)
+        # By PyDLL: it calls Python, so the GIL stays.
+        self.tensors = ctypes.PyDLL(path, handle=self._cdll._handle).hal_cuda_tensors
+        self.tensors.argtypes = (c_void_p, c_void_p, c_int, c_uint64, c_int64, c_int, c_void_p)
+        self.tensors.restype = py_object
         check_bytes = self._cdll.hal_cuda_gin_check_bytes
         check_bytes.argtypes, check_bytes.restype = (c_void_p, c_void_p), c_uint64
         self.gin_check_bytes = check_bytes
@@ -228,10 +258,14 @@ class Library:
 
         def call(*arguments: Any) -> None:
             if raw(*arguments) != 0:
-                raise HalError(f"cuda: {self.reason()}")
+                raise self.error()
 
         self.__dict__[name] = call
         return call
+
+    def error(self) -> HalError:
+        """That the last call of this thread failed."""
+        return HalError(f"cuda: {self.reason()}")
 
     def reason(self) -> str:
         """Why the last call of this thread failed."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from ctypes import byref, c_uint64
+from ctypes import addressof, c_uint64
 from typing import TYPE_CHECKING, Any
 
 from hal.config import ExpertParallelSpec
@@ -58,7 +58,7 @@ class OverHosts:
             combine_cell_bytes=place.combine_cell_bytes,
             record_bytes=place.record_bytes,
         )
-        self.description = byref(self._record)
+        self.description = addressof(self._record)
 
     def close(self) -> None:
         """After this rank's launches have ended, before its window goes: room that this rank gave back, and what peers

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from hal.errors import CapacityError
@@ -25,6 +26,10 @@ class Lease:
         """Address of the slot's counter of DLPack arrays."""
 
 
+def _nobody() -> None:
+    """Who holds a slot that nobody has held yet."""
+
+
 class Slots:
     """The slots of one ExpertParallel on one rank: ``num_buffers`` receive slots, and one more, combine's: its scratch, or
     the experts' output.
@@ -40,7 +45,7 @@ class Slots:
         self._receive = range(num_buffers)
         self.combine_slot = num_buffers
         count = num_buffers + 1
-        self._held: list[weakref.ref[Lease] | None] = [None] * count
+        self._held: list[Callable[[], Lease | None]] = [_nobody] * count
         self._counts: Any = library.leases(count)
         self._address = ctypes.addressof(self._counts.contents)
         self._in_graph = [False] * count
@@ -59,8 +64,7 @@ class Slots:
     def is_held(self, slot: int) -> bool:
         if self._counts[slot]:
             return True
-        held = self._held[slot]
-        lease = held() if held is not None else None
+        lease = self._held[slot]()
         return lease is not None and not lease.ended
 
     def for_dispatch(self, window: object, capturing: bool) -> tuple[Lease, int]:
@@ -73,8 +77,9 @@ class Slots:
             slot = self._offered  # a graph's: whoever comes first, it or the next dispatch, uses up the offer
         else:
             free = free or self._reclaimed()
-            # Slots of graphs last: no view is given on them.
-            slot = min(free, key=lambda free_slot: self._in_graph[free_slot] and not capturing)
+            slot = free[0]
+            if self._in_graph[slot] and not capturing:  # slots of graphs last: no view is given on them
+                slot = min(free, key=self._in_graph.__getitem__)
         offer = -1
         if self._ahead and not capturing:  # a graph is replayed who knows when: it offers nothing for what follows
             offer = next((other for other in free if other != slot and not self._in_graph[other]), -1)
@@ -114,7 +119,13 @@ class Slots:
 
     def _free(self) -> list[int]:
         """Receive slots that nobody holds and that are not offered."""
-        return [slot for slot in self._receive if slot != self._offered and not self.is_held(slot)]
+        counts, held, offered = self._counts, self._held, self._offered
+        # is_held, written out: every dispatch looks twice at every slot.
+        return [
+            slot
+            for slot in self._receive
+            if slot != offered and not counts[slot] and ((lease := held[slot]()) is None or lease.ended)
+        ]
 
     def _reclaimed(self) -> list[int]:
         gc.collect()

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define HAL_CUDA_ABI 2
+#define HAL_CUDA_ABI 3
 
 /* What a kernel that could not go on leaves in pinned memory; the first to fail writes it. */
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
@@ -128,11 +128,12 @@ typedef struct hal_cuda_dispatch_args {
     int32_t blocks, threads;
 } hal_cuda_dispatch_args;
 
-/* One combine. `window_offset` is x's offset in the window, or -1 when it lies elsewhere and is first copied into slot
+/* One combine. The handle's addresses are as in hal_cuda_dispatch_args; it reads no expert_counts and expert_offsets.
+ * `window_offset` is x's offset in the window, or -1 when it lies elsewhere and is first copied into slot
  * `scratch_slot` (pull), or read in place and pushed into the peers' scratch slots (push). */
 typedef struct hal_cuda_combine_args {
     uint64_t x, out, bias0, bias1, row_weights, out_weights;
-    uint64_t pos, idx, weights, source, counts, lists;
+    uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets, lists;
     int64_t window_offset;
     int32_t tokens, weighted, carries_weights, scratch_slot, push, phases;
     int32_t late_done; /* pull: x may not be written before the next dispatch, so nobody waits for its readers here */
@@ -300,11 +301,30 @@ int hal_cuda_gin_check(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal
 
 /* Counters of arrays that view slots; they outlive everything, since an array may. */
 int64_t* hal_cuda_leases(int count);
-/* A DLManagedTensor (DLPack) of leased memory: *lease goes up now, and down when its consumer lets go. NULL: no memory. */
-void* hal_cuda_dlpack(uint64_t ptr, int device, int code, int bits, int dims, int64_t rows, int64_t columns,
-                      int64_t* lease);
-/* Lets go of one that no consumer took. */
-void hal_cuda_dlpack_end(void* managed);
+/* One array of a slot: `offset` bytes from the slot's start, of DLPack's type code and bits, [rows] or [rows, columns];
+ * rows -1 = as many as were received; dims 0 = there is none. */
+typedef struct hal_cuda_view {
+    uint64_t offset;
+    int64_t rows, columns;
+    int32_t code, bits, dims, unused;
+} hal_cuda_view;
+/* What hal_cuda_tensors uses of the Python that calls it; so this library is linked to none, and any may load it. */
+typedef struct hal_cuda_python {
+    void* (*capsule)(void* pointer, const char* name, void* destructor); /* PyCapsule_New */
+    void* (*call)(void* function, ...);                                  /* PyObject_CallFunctionObjArgs */
+    void* (*tuple)(intptr_t size);                                       /* PyTuple_New */
+    int (*set_item)(void* tuple, intptr_t at, void* item);               /* PyTuple_SetItem */
+    void (*hold)(void* object);                                          /* Py_IncRef */
+    void (*release)(void* object);                                       /* Py_DecRef */
+    void* (*no_memory)(void);                                            /* PyErr_NoMemory */
+    void* none;
+    void* from_dlpack; /* makes a tensor of a capsule with a DLManagedTensor (DLPack) */
+} hal_cuda_python;
+/* A tuple of tensors (None where there is none) over the slot at `base`, where `rows` rows were received; NULL with a Python
+ * exception set if they cannot be made. *lease goes up by one for each, and down when its memory is let go of. Python's lock
+ * is held. */
+void* hal_cuda_tensors(const hal_cuda_python* python, const hal_cuda_view* views, int count, uint64_t base,
+                       int64_t rows, int device, int64_t* lease);
 
 int hal_cuda_device_count(int* count);
 int hal_cuda_malloc(int device, uint64_t bytes, uint64_t stream, uint64_t* ptr);

@@ -41,23 +41,16 @@ void end(Managed* managed) {
     std::free(leased);
 }
 
-}  // namespace
-
-extern "C" std::int64_t* hal_cuda_leases(int count) {
-    return static_cast<std::int64_t*>(std::calloc(static_cast<std::size_t>(count), sizeof(std::int64_t)));
-}
-
-extern "C" void* hal_cuda_dlpack(std::uint64_t ptr, int device, int code, int bits, int dims, std::int64_t rows,
-                                 std::int64_t columns, std::int64_t* lease) {
+Managed* lend(const hal_cuda_view& view, std::uint64_t base, std::int64_t rows, int device, std::int64_t* lease) {
     auto* leased = static_cast<Leased*>(std::malloc(sizeof(Leased)));
     if (leased == nullptr) return nullptr;
-    leased->shape[0] = rows, leased->shape[1] = columns;
-    leased->strides[0] = dims == 2 ? columns : 1, leased->strides[1] = 1;
+    leased->shape[0] = view.rows < 0 ? rows : view.rows, leased->shape[1] = view.columns;
+    leased->strides[0] = view.dims == 2 ? view.columns : 1, leased->strides[1] = 1;
     leased->lease = lease;
-    leased->managed.tensor = Tensor{reinterpret_cast<void*>(ptr),
+    leased->managed.tensor = Tensor{reinterpret_cast<void*>(base + view.offset),
                                     {hal::cuda::kDlpackDevice, device},
-                                    dims,
-                                    {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1},
+                                    view.dims,
+                                    {static_cast<std::uint8_t>(view.code), static_cast<std::uint8_t>(view.bits), 1},
                                     leased->shape,
                                     leased->strides,
                                     0};
@@ -67,4 +60,37 @@ extern "C" void* hal_cuda_dlpack(std::uint64_t ptr, int device, int code, int bi
     return &leased->managed;
 }
 
-extern "C" void hal_cuda_dlpack_end(void* managed) { end(static_cast<Managed*>(managed)); }
+// A new reference to a tensor, or nullptr with an exception set. The lease ends with it, or here.
+void* tensor(const hal_cuda_python& python, Managed* managed) {
+    if (managed == nullptr) return python.no_memory();
+    void* capsule = python.capsule(managed, "dltensor", nullptr);
+    void* made = capsule == nullptr ? nullptr : python.call(python.from_dlpack, capsule, nullptr);
+    if (made == nullptr) end(managed);
+    if (capsule != nullptr) python.release(capsule);
+    return made;
+}
+
+}  // namespace
+
+extern "C" std::int64_t* hal_cuda_leases(int count) {
+    return static_cast<std::int64_t*>(std::calloc(static_cast<std::size_t>(count), sizeof(std::int64_t)));
+}
+
+extern "C" void* hal_cuda_tensors(const hal_cuda_python* python, const hal_cuda_view* views, int count,
+                                  std::uint64_t base, std::int64_t rows, int device, std::int64_t* lease) {
+    void* tensors = python->tuple(count);
+    for (int i = 0; i < count && tensors != nullptr; ++i) {
+        void* item = python->none;
+        if (views[i].dims == 0)
+            python->hold(item);
+        else
+            item = tensor(*python, lend(views[i], base, rows, device, lease));
+        if (item != nullptr) {
+            python->set_item(tensors, i, item);  // takes the reference
+        } else {
+            python->release(tensors);  // and with it those that were made
+            tensors = nullptr;
+        }
+    }
+    return tensors;
+}
