@@ -3,9 +3,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HalError(Exception):
     """Base of all HAL errors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Processes hand errors to each other; the default would call the class with the finished text alone.
+        return _rebuilt, (type(self), self.args), self.__dict__
+
+
+def _rebuilt(kind: type[HalError], args: tuple[Any, ...]) -> HalError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class BackendUnavailable(HalError):
