@@ -241,9 +241,12 @@ def spawn(
         rank.start()
     try:
         _join(ranks)
-    except BaseException as error:  # Ctrl-C: no rank may be left in a wait
+    except BaseException as error:  # Ctrl-C: no rank may be left in a wait, nor in native code when the process ends
         for rank in ranks:
             rank.abort(error)
+        give_up = time.monotonic() + GRACE_SECONDS
+        for rank in ranks:
+            rank.join(max(0.0, give_up - time.monotonic()))
         raise
     failed = [rank for rank in ranks if rank.error is not None]
     if failed:
