@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hal
+from hal.bootstrap import Run
 from hal.errors import CapacityError, ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp
 
@@ -352,7 +353,16 @@ def test_numbers_of_any_integer_type_serve():
         assert window.array[8] == ord("x")
 
 
+def test_the_number_of_ranks_may_be_of_any_integer_type():
+    assert spawn(np.int64(2), lambda comm: comm.world_size) == [2, 2]
+    for wrong in (0, "2", 1.5, True):
+        with pytest.raises(ContractError, match="spawn needs at least one rank, not"):
+            spawn(wrong, lambda comm: None)
+
+
 def test_what_states_no_place_is_refused():
+    with pytest.raises(ContractError, match="rank 0 of two; ranks are 0 to size - 1"):
+        Run(0, "two")
     with pytest.raises(ContractError, match=r"run is 3: pass a hal\.bootstrap\.Run"):
         hal.connect(run=3)
 

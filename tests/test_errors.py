@@ -30,6 +30,17 @@ def test_an_error_is_the_same_after_a_copy(error, way):
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
+@pytest.mark.parametrize(
+    ("reason", "helps"),
+    [("no answer", True), ("rank 2 missing of 4", True), ("its process died", False), ("failed with KeyError: 1", False),
+     ("closed its communicator", False), ("gave up on this rank: closed its communicator", False)],
+)  # fmt: skip
+def test_a_longer_time_limit_is_advised_where_it_could_help(reason, helps):
+    text = str(PeerTimeout(1, "barrier", reason=reason))
+    assert "look at rank 1's output" in text
+    assert ("raise `timeout`" in text) == helps
+
+
 def fail(number):
     raise ERRORS[number]
 
