@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hal.arrays import ITEMSIZE, Buffer, as_numpy, dtype_name
-from hal.config import PEER_LOSS, QUANTISED_DTYPES, ExpertParallelSpec, combined_dtype
+from hal.config import (
+    LONGEST_SECONDS,
+    PEER_LOSS,
+    QUANTISED_DTYPES,
+    ExpertParallelSpec,
+    as_integer,
+    as_seconds,
+    combined_dtype,
+)
 from hal.errors import CapacityError, ContractError
 
 COMBINE_DTYPES = ("bfloat16", "float16", "float32")
@@ -23,6 +29,8 @@ COMPLETIONS = ("strong_signal", "strong_signal_no_cqe", "strong_last", "flag_in_
 MAX_BIASES = 2
 _ROW_BYTES = 16
 """A row's bytes are a multiple of this, so that every backend can move it in its widest units."""
+_MOST = (1 << 31) - 1
+"""Kernels count tokens, experts and a row's bytes in 32 bits."""
 
 # --- settings ------------------------------------------------------------------------------------------------------
 
@@ -52,32 +60,38 @@ def complete_spec(spec: ExpertParallelSpec, world_size: int, timeout: float) -> 
         schedule=_choice("schedule", spec.schedule, SCHEDULES),
         completion=_choice("completion", spec.completion, COMPLETIONS),
         on_peer_loss=_choice("on_peer_loss", spec.on_peer_loss, PEER_LOSS),
-        timeout=float(timeout if spec.timeout is None else spec.timeout),
+        timeout=_time_limit(timeout if spec.timeout is None else spec.timeout),
     )
     _check_experts(spec, world_size)
     _check_rows(spec)
     _check_alignment(spec, world_size)
-    if not (spec.timeout is not None and 0 < spec.timeout < math.inf):
-        raise ContractError(f"timeout={spec.timeout} seconds: every wait is bounded, give a number above 0")
     return spec
 
 
+def _time_limit(value: Any) -> float:
+    seconds = as_seconds(value)
+    if seconds is None:
+        raise ContractError(
+            f"timeout={value!r} seconds: every wait is bounded, give a number above 0, at most {LONGEST_SECONDS}"
+        )
+    return seconds
+
+
 def _integer(name: str, value: Any, least: int) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise ContractError(f"{name}={value!r} is no integer: give a number of at least {least}") from None
+    number = as_integer(value)
+    if number is None:
+        raise ContractError(f"{name}={value!r} is no integer: give a number of at least {least}")
     if number < least:
         raise ContractError(f"{name}={number}: give at least {least}")
+    if number > _MOST:
+        raise ContractError(f"{name}={number}: give at most {_MOST}")
     return number
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ContractError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-    return str(value)
+    return value
 
 
 def _check_experts(spec: ExpertParallelSpec, world_size: int) -> None:
@@ -101,6 +115,11 @@ def _check_rows(spec: ExpertParallelSpec) -> None:
             raise ContractError(
                 f"hidden={spec.hidden} with {name}={dtype} gives rows of {spec.hidden * ITEMSIZE[dtype]} bytes, not a "
                 f"multiple of {_ROW_BYTES}: pad hidden to {-(-spec.hidden // step) * step}"
+            )
+        if spec.hidden * ITEMSIZE[dtype] > _MOST:
+            raise ContractError(
+                f"hidden={spec.hidden} with {name}={dtype} gives rows of {spec.hidden * ITEMSIZE[dtype]} bytes: give at "
+                f"most {_MOST // _ROW_BYTES * step}"
             )
     if spec.scale_dim and spec.dtype not in QUANTISED_DTYPES:
         raise ContractError(
@@ -128,7 +147,8 @@ def _check_alignment(spec: ExpertParallelSpec, world_size: int) -> None:
 
 def check_dtype(name: str, array: Buffer, expected: str, setting: str = "") -> None:
     if array.dtype != expected:
-        fix = f", or make the ExpertParallel with {setting}={array.dtype!r}" if setting else ""
+        possible = {"dtype": DISPATCH_DTYPES, "combine_dtype": COMBINE_DTYPES}.get(setting, ())
+        fix = f", or make the ExpertParallel with {setting}={array.dtype!r}" if array.dtype in possible else ""
         raise ContractError(f"{name} is {array.dtype}, expected {expected}: cast it{fix}")
 
 

@@ -84,7 +84,14 @@ def as_buffer(obj: Any, *, writable: bool = False, stream: int | None = None) ->
     ``writable``, is a torch tensor on an autograd graph, or is no array at all.
     """
     kind = kind_of(obj)
-    buffer = obj if kind == "buffer" else _READERS[kind](obj, stream)
+    try:
+        buffer = obj if kind == "buffer" else _READERS[kind](obj, stream)
+    except ContractError:
+        raise
+    except Exception as error:  # deleted, without storage, or a producer that breaks its protocol
+        raise ContractError(
+            f"{kind} array gives no memory ({type(error).__name__}: {error}): pass a dense array that holds its data"
+        ) from error
     if writable and buffer.readonly:
         raise ContractError(f"read-only {kind} array of shape {buffer.shape} where HAL writes: pass a writable copy")
     return buffer

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal import __version__
+from hal.config import as_integer
 from hal.errors import ContractError, HalError, PeerTimeout
 from hal.rendezvous import FRAME_LIMIT, Server, decode, encode, peer_uid, private
 
@@ -51,8 +52,11 @@ class Run:
     """That stated this place (hal/group.py): a backend may use what it holds."""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+        rank, size = as_integer(self.rank), as_integer(self.world_size)
+        if rank is None or size is None or not 0 <= rank < size:
             raise ContractError(f"{self.launcher} says rank {self.rank} of {self.world_size}; ranks are 0 to size - 1")
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "world_size", size)
 
 
 def current_run(environ: Mapping[str, str] = os.environ) -> Run:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hal.arrays import Buffer, as_buffer, as_numpy
 from hal.bootstrap import Bootstrap, Run, current_run
-from hal.config import ExpertParallelSpec, HalConfig, Settings, TopologyConfig, check_layout, connection_config
+from hal.config import (
+    LONGEST_SECONDS,
+    ExpertParallelSpec,
+    HalConfig,
+    Settings,
+    TopologyConfig,
+    as_integer,
+    as_seconds,
+    check_layout,
+    connection_config,
+)
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal.group import as_group, place_in
 from hal.ordering import Order, QuietScope, SignalOp
@@ -52,6 +62,8 @@ def connect(
     """
     if group is not None and run is not None:
         raise ContractError("run and group both state this rank's place: pass one of them")
+    if run is not None and not isinstance(run, Run):
+        raise ContractError(f"run is {run!r}: pass a hal.bootstrap.Run")
     place = run or (current_run() if group is None else None)
     if cfg is None and place is not None and place.backend is not None and not {"backend", "transport"} & settings.keys():
         settings |= {"backend": place.backend, "transport": place.transport}
@@ -144,19 +156,24 @@ class Queue:
         ``RELAXED`` it covers this put only.
         """
         comm = self._communicator
-        comm._check_peer(peer)
+        peer = comm._check_peer(peer)
         buffer = as_buffer(src)
+        if not isinstance(window, Window):
+            raise ContractError(f"window is {window!r}: pass what `comm.window(nbytes)` returned")
         if window._communicator is not comm:
             raise ContractError("this window belongs to another communicator")
         identity = window._require()
-        if dst_offset < 0 or dst_offset + buffer.nbytes > window.nbytes:
+        offset = as_integer(dst_offset)
+        if offset is None:
+            raise ContractError(f"dst_offset must be an integer, in bytes, not {dst_offset!r}")
+        if offset < 0 or offset + buffer.nbytes > window.nbytes:
             raise ContractError(
-                f"put of {buffer.nbytes} bytes at offset {dst_offset} ends at {dst_offset + buffer.nbytes}, outside a "
+                f"put of {buffer.nbytes} bytes at offset {offset} ends at {offset + buffer.nbytes}, outside a "
                 f"window of {window.nbytes} bytes"
             )
         strength = _word(Order, order, "order")
         follow = _bundled(comm, signal) if signal is not None else None
-        comm._call(comm._session.put, identity, dst_offset, buffer, peer, self.index, strength)
+        comm._call(comm._session.put, identity, offset, buffer, peer, self.index, strength)
         if follow is not None:
             slot, value, op = follow
             # A signal of its own must be strong to cover the put, on every transport.
@@ -172,9 +189,7 @@ class Queue:
     ) -> None:
         """Add ``value`` to, or set, ``peer``'s 64-bit signal ``slot``; strong: after earlier ones on this queue."""
         comm = self._communicator
-        comm._check_peer(peer)
-        comm._check_slot(slot)
-        _check_u64("value", value)
+        peer, slot, value = comm._check_peer(peer), comm._check_slot(slot), _check_u64("value", value)
         arguments = (slot, peer, value, _word(SignalOp, op, "op"), self.index, _word(Order, order, "order"))
         comm._call(comm._session.signal, *arguments)
 
@@ -183,7 +198,7 @@ class Queue:
         complete and visible at the target; not that it has consumed them."""
         comm = self._communicator
         if peer is not None:
-            comm._check_peer(peer)
+            peer = comm._check_peer(peer)
         comm._call(comm._session.quiet, self.index, peer, _word(QuietScope, scope, "scope"))
 
 
@@ -198,8 +213,10 @@ class Communicator:
         self.rank, self.world_size = session.rank, session.world_size
         self._bootstrap, self._session = bootstrap, session
         self._closed = False
+        self._why_closed = "is closed; connect again"
         self._failure: PeerTimeout | None = None
         self._finalizer = weakref.finalize(self, _leave, session, bootstrap)
+        _open.add(self)
 
     @property
     def closed(self) -> bool:
@@ -220,44 +237,44 @@ class Communicator:
             "lsa": (range(node * per_node, (node + 1) * per_node), local),
             "rail": (range(local, self.world_size, per_node), node),
         }
-        if name not in members:
+        if not isinstance(name, str) or name not in members:
             raise ContractError(f"team must be one of {', '.join(members)}, not {name!r}")
         ranks, index = members[name]
         return Team(name, tuple(ranks), index)
 
     def window(self, nbytes: int) -> Window:
         """Collective. Symmetric memory of ``nbytes`` bytes, the same on every rank, zeroed."""
-        if not isinstance(nbytes, int) or nbytes < 1:
+        size = as_integer(nbytes)
+        if size is None or size < 1:
             raise ContractError(f"a window needs at least 1 byte, not {nbytes!r}")
-        return Window(self, self._call(self._session.allocate, nbytes), nbytes)
+        return Window(self, self._call(self._session.allocate, size), size)
 
     def queue(self, index: int = 0) -> Queue:
         """Queue ``index`` of ``config.queues``."""
-        if not 0 <= index < self._session.queues:
+        number = as_integer(index)
+        if number is None or not 0 <= number < self._session.queues:
             raise ContractError(
-                f"queue must be 0 to {self._session.queues - 1}, not {index}; more by `queues` in the settings"
+                f"queue must be 0 to {self._session.queues - 1}, not {index!r}; more by `queues` in the settings"
             )
-        return Queue(self, index)
+        return Queue(self, number)
 
     def wait(self, slot: int, at_least: int, timeout: float | None = None, source: int | None = None) -> int:
         """Acquire: returns this rank's ``slot`` once it is ``>= at_least`` (unsigned 64-bit); what the awaited strong
         signals cover is readable then. ``source``, the rank expected to signal, makes PeerTimeout name the right one.
         ``timeout`` in seconds; default the communicator's."""
-        self._check_slot(slot)
-        _check_u64("at_least", at_least)
+        slot, at_least = self._check_slot(slot), _check_u64("at_least", at_least)
         if source is not None:
-            self._check_peer(source)
+            source = self._check_peer(source)
         return self._call(self._session.wait, slot, at_least, self._timeout(timeout), source)
 
     def read_signal(self, slot: int) -> int:
         """The value of this rank's ``slot`` now (acquire)."""
-        self._check_slot(slot)
-        return self._call(self._session.read_signal, slot)
+        return self._call(self._session.read_signal, self._check_slot(slot))
 
     def barrier(self, team: Team | str | None = None, complete: bool = True, timeout: float | None = None) -> None:
         """Every member of ``team`` (default world) has arrived; with ``complete`` each first completed its own earlier
         operations on all queues. With ``complete=False`` it orders nothing."""
-        members = team if isinstance(team, Team) else self.team(team or "world")
+        members = team if isinstance(team, Team) else self.team("world" if team is None else team)
         self._call(self._session.barrier, members.ranks, complete, self._timeout(timeout))
 
     def expert_parallel(self, spec: ExpertParallelSpec | None = None, **settings: Any) -> ExpertParallel:
@@ -265,6 +282,10 @@ class Communicator:
         from hal.expert_parallel import ExpertParallel
 
         _check_names(ExpertParallelSpec, settings)
+        if spec is not None and not isinstance(spec, ExpertParallelSpec):
+            raise ContractError(
+                f"spec is a {type(spec).__name__}; give a hal.ExpertParallelSpec, or its fields as keywords (**spec)"
+            )
         try:
             wanted = replace(spec, **settings) if spec else ExpertParallelSpec(**settings)
         except TypeError as error:
@@ -285,6 +306,12 @@ class Communicator:
         self._session.close()
         self._bootstrap.close(_reason(error) if error else None)
 
+    def _disown(self) -> None:
+        """In a forked child: the communicator is the parent's, so whatever ends here, also this process, says nothing of it."""
+        self._closed = True
+        self._why_closed = "is that of the process which forked this one; fork before connecting, or connect here"
+        self._finalizer.detach()
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -300,7 +327,7 @@ class Communicator:
     def _call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call into the session; remembers a PeerTimeout, after which only ``close`` is left."""
         if self._closed:
-            raise HalError("this communicator is closed; connect again")
+            raise HalError(f"this communicator {self._why_closed}")
         if self._failure is not None:
             raise HalError(f"this communicator can only be closed, since it met a PeerTimeout: {self._failure}")
         try:
@@ -310,19 +337,34 @@ class Communicator:
                 self._failure = error
             raise
 
-    def _check_peer(self, peer: int) -> None:
-        if not isinstance(peer, int) or not 0 <= peer < self.world_size:
+    def _check_peer(self, peer: int) -> int:
+        rank = as_integer(peer)
+        if rank is None or not 0 <= rank < self.world_size:
             raise ContractError(f"peer must be a rank, 0 to {self.world_size - 1}, not {peer!r}")
+        return rank
 
-    def _check_slot(self, slot: int) -> None:
-        if not isinstance(slot, int) or slot < 0:
+    def _check_slot(self, slot: int) -> int:
+        number = as_integer(slot)
+        if number is None or number < 0:
             raise ContractError(f"slot must be a number from 0 to {self.config.signal_slots - 1}, not {slot!r}")
-        if slot >= self.config.signal_slots:
+        if number >= self.config.signal_slots:
             fix = "raise `signal_slots` in the settings, on all ranks"
-            raise CapacityError(f"signal slot {slot}", slot + 1, self.config.signal_slots, fix)
+            raise CapacityError(f"signal slot {number}", number + 1, self.config.signal_slots, fix)
+        return number
 
     def _timeout(self, seconds: float | None) -> float:
         return self.config.timeout if seconds is None else _seconds(seconds)
+
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for communicator in list(_open):
+        communicator._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _leave(session: Session, bootstrap: Bootstrap) -> None:
@@ -344,8 +386,7 @@ def _bundled(comm: Communicator, signal: tuple[Any, ...]) -> tuple[int, int, Sig
         raise ContractError(f"signal must be (slot, value[, op[, order]]), not {signal!r}")
     defaults: tuple[Any, ...] = (SignalOp.ADD, Order.STRONG)
     slot, value, op, order = signal + defaults[len(signal) - 2 :]
-    comm._check_slot(slot)
-    _check_u64("signal value", value)
+    slot, value = comm._check_slot(slot), _check_u64("signal value", value)
     _word(Order, order, "signal order")
     return slot, value, _word(SignalOp, op, "signal op")
 
@@ -360,15 +401,18 @@ def _word(kind: type[_Word], value: _Word | str | int, what: str) -> _Word:
     raise ContractError(f"{what} must be {kind.__name__} or one of {names}, not {value!r}")
 
 
-def _check_u64(what: str, value: int) -> None:
-    if not isinstance(value, int) or not 0 <= value < _U64:
+def _check_u64(what: str, value: int) -> int:
+    number = as_integer(value)
+    if number is None or not 0 <= number < _U64:
         raise ContractError(f"{what} must be an integer from 0 to 2**64 - 1, not {value!r}")
+    return number
 
 
 def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ContractError(f"timeout must be a positive number of seconds, not {value!r}")
-    return float(value)
+    seconds = as_seconds(value)
+    if seconds is None:
+        raise ContractError(f"timeout must be a positive number of seconds, not {value!r}; at most {LONGEST_SECONDS}")
+    return seconds
 
 
 def _config(cfg: HalConfig | Settings | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> HalConfig:

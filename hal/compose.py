@@ -29,6 +29,8 @@ def load_config(overrides: Sequence[str] = ()) -> Settings:
     Works inside a running Hydra application and leaves its state alone. Raises :class:`~hal.errors.ContractError` for an
     unknown group, choice or key (naming the right ones) and for a value of the wrong type.
     """
+    if isinstance(overrides, str) or not all(isinstance(item, str) for item in overrides):
+        raise ContractError(f'overrides is {overrides!r}: give a list of strings, for example ["workload=v3_decode"]')
     return _validated(_compose([_installed_plugin(item) for item in overrides]))
 
 
@@ -57,10 +59,29 @@ def _compose(overrides: list[str]) -> Any:
 
     with _hydra_lock, _own_hydra():
         try:
+            _check_choices(overrides)
             with initialize_config_dir(str(config_directory() / "hal"), job_name="hal", version_base="1.3"):
                 return compose(_ROOT, overrides=overrides)
         except (HydraException, ValueError) as error:
             raise _explained(error) from error
+
+
+def _check_choices(overrides: list[str]) -> None:
+    """A group takes the name of a choice; what Hydra says of anything else names neither."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for parsed in OverridesParser.create().parse_overrides(overrides):
+        key = parsed.get_key_element()
+        if not key:
+            raise ContractError(f"{parsed.input_line}: write key=value, for example workload=v3_decode")
+        if is_dataclass(get_type_hints(Settings).get(key)) and not parsed.is_delete() and not parsed.is_sweep_override():
+            value = parsed.value()
+            if not isinstance(value, str):
+                kind: Any = get_type_hints(Settings)[key]
+                known = ", ".join(f"{key}.{item.name}" for item in fields(kind))
+                raise ContractError(
+                    f"{parsed.input_line}: {key} takes a choice, one of: {', '.join(_choices(key))}; its fields are {known}"
+                )
 
 
 @contextmanager

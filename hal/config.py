@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +15,9 @@ QUANTISED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Rows of these are dispatched and never summed: they may carry scales, and they carry no gradient."""
 
 PEER_LOSS = ("error", "mask")
+
+LONGEST_SECONDS = 1_000_000
+"""Of any time limit; the system's own clocks and waits count in smaller words than a float."""
 
 
 def combined_dtype(dtype: str, combine_dtype: str | None) -> str:
@@ -28,11 +32,31 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def as_integer(value: Any) -> int | None:
+    """``value`` as an int, if it is an integer of any library (NumPy's come out of every routing table), else None."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_seconds(value: Any) -> float | None:
+    """``value`` as a time limit, if it is a number above 0 and at most :data:`LONGEST_SECONDS`, else None."""
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        return None
+    seconds = float(value)
+    return seconds if 0 < seconds <= LONGEST_SECONDS else None  # NaN is neither.
+
+
 def _at_least(config: Any, **minimum: float) -> None:
     """Refuse a field below its minimum, by its name. A minimum that is an int asks for an integer."""
     for name, least in minimum.items():
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int if isinstance(least, int) else int | float):
+        if isinstance(least, int) and (number := as_integer(value)) is not None:
+            object.__setattr__(config, name, value := number)
+        elif isinstance(least, int) or isinstance(value, bool) or not isinstance(value, int | float):
             kind = "an integer" if isinstance(least, int) else "a number"
             raise ContractError(f"{type(config).__name__}.{name} is {value!r}; it must be {kind}")
         if not value >= least:  # NaN too.
@@ -40,10 +64,11 @@ def _at_least(config: Any, **minimum: float) -> None:
 
 
 def _positive_timeout(config: Any) -> None:
-    if (
-        isinstance(config.timeout, bool) or not isinstance(config.timeout, int | float) or not config.timeout > 0
-    ):  # NaN too.
-        raise ContractError(f"{type(config).__name__}.timeout is {config.timeout}; it must be above 0 seconds")
+    if as_seconds(config.timeout) is None:
+        raise ContractError(
+            f"{type(config).__name__}.timeout is {config.timeout!r}; it must be above 0 seconds, and at most "
+            f"{LONGEST_SECONDS}"
+        )
 
 
 def _one_of(config: Any, name: str, known: tuple[str, ...]) -> None:
@@ -90,6 +115,10 @@ class HalConfig:
     """Seconds; bounds every wait."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.backend, str) or not isinstance(self.transport, str | None):
+            raise ContractError(
+                f"HalConfig.backend is {self.backend!r} and transport {self.transport!r}; give names (`hal backends`)"
+            )
         _at_least(self, queues=1, signal_slots=1)
         _positive_timeout(self)
 

@@ -3,9 +3,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HalError(Exception):
     """Base of all HAL errors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Processes hand errors to each other; the default would call the class with the finished text alone.
+        return _rebuilt, (type(self), self.args), self.__dict__
+
+
+def _rebuilt(kind: type[HalError], args: tuple[Any, ...]) -> HalError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class BackendUnavailable(HalError):
@@ -62,7 +74,9 @@ class PeerTimeout(HalError, TimeoutError):
     ) -> None:
         self.rank, self.stage, self.queue = rank, stage, queue
         self.expected, self.seen, self.seconds, self.reason = expected, seen, seconds, reason
+        # More time brings back no rank that has ended.
+        ended = any(words in reason for words in ("died", "closed its communicator", "failed with"))
         super().__init__(
             f"rank {rank}: {reason} in stage '{stage}' on queue {queue} after {seconds:.3f} s: "
-            f"expected {expected}, seen {seen}; look at rank {rank}'s output, or raise `timeout`"
+            f"expected {expected}, seen {seen}; look at rank {rank}'s output" + ("" if ended else ", or raise `timeout`")
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -26,6 +27,26 @@ if TYPE_CHECKING:
     from hal.config import ExpertParallelSpec
 
 T = TypeVar("T")
+
+
+class _Driver:
+    """Lets one thread at a time into an engine, and refuses the second: ranks match operations by their order, which two
+    threads do not keep. The wait that would follow elsewhere names an innocent rank."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ContractError(
+                "another thread is inside a call of this ExpertParallel: let one thread of a rank drive it (dispatch_async "
+                "and combine_async run beside it), or give each thread an ExpertParallel of its own"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Handle:
@@ -142,6 +163,7 @@ class ExpertParallel:
         self._worker: ThreadPoolExecutor | None = None
         self._tail: Future[Any] | None = None
         self._communicator, self._closed = communicator, False
+        self._driver = _Driver()
         self._shortcut: Any = None
 
     # --- what a user asks --------------------------------------------------------------------------------------
@@ -214,8 +236,8 @@ class ExpertParallel:
         dispatch. Not cleared."""
         self._check_open()
         self._check_handle(handle)
-        kind = kind_of(like)
-        like = self._buffer("like", like)
+        given, like = like, self._buffer("like", like)
+        kind = kind_of(given)
         make = getattr(self._engine, "expert_output", None)
         if make is not None:
             return to_kind(make(handle._state, like.owner, current_stream(like, kind)), kind)
@@ -318,8 +340,8 @@ class ExpertParallel:
             if len(x) != 2 or scales is not None:
                 raise ContractError(f"x is a tuple of {len(x)}: pass (x, scales), and scales only once")
             x, scales = x
-        kind = kind_of(x)
-        x = self._buffer("x", x)
+        given, x = x, self._buffer("x", x)
+        kind = kind_of(given)
         _validate.check_dtype("x", x, spec.dtype, "dtype")
         call = _Call(kind, current_stream(x, kind), x, _validate.check_tokens(spec, x), handle=handle)
         if handle is None:
@@ -347,8 +369,8 @@ class ExpertParallel:
                 "weighted=True with layout='rank', where a row already sums several experts: let the experts apply "
                 "out.topk_weights, or use layout='expert'"
             )
-        kind = kind_of(x)
-        x = self._buffer("x", x)
+        given, x = x, self._buffer("x", x)
+        kind = kind_of(given)
         _validate.check_dtype("x", x, spec.combine_dtype or spec.dtype, "combine_dtype")
         _validate.check_shape("x", x, (handle._rows, spec.hidden), "[rows the handle's dispatch received, hidden]")
         call = _Call(kind, current_stream(x, kind), x, handle._tokens, handle=handle, weighted=bool(weighted))
@@ -395,7 +417,7 @@ class ExpertParallel:
         if self._closed:
             raise ContractError("this ExpertParallel is closed: make another with comm.expert_parallel(...)")
         if self._communicator is not None and self._communicator.closed:
-            raise ContractError("the communicator of this ExpertParallel is closed: connect again")
+            raise ContractError(f"the communicator of this ExpertParallel {self._communicator._why_closed}")
 
     def _buffer(self, name: str, array: Any) -> Buffer:
         try:
@@ -409,13 +431,16 @@ class ExpertParallel:
 
     def _send_dispatch(self, call: _Call) -> Pending:
         state = call.handle._state if call.handle is not None else None
-        sent = self._engine.dispatch_send(call.x, call.topk_idx, call.topk_weights, call.scales, state, call.stream)
+        with self._driver:
+            sent = self._engine.dispatch_send(call.x, call.topk_idx, call.topk_weights, call.scales, state, call.stream)
         return Pending(self, "dispatch", sent, call)
 
     def _receive_dispatch(self, pending: Pending) -> Dispatched:
-        # Used up even if the receive fails: what a peer has sent cannot be awaited twice.
-        sent, pending._sent, kind = pending._sent, None, pending._kind
-        return self._dispatched(self._engine.dispatch_recv(sent, pending._stream), kind, pending._tokens)
+        with self._driver:
+            # Used up even if the receive fails: what a peer has sent cannot be awaited twice.
+            sent, pending._sent = pending._sent, None
+            got = self._engine.dispatch_recv(sent, pending._stream)
+        return self._dispatched(got, pending._kind, pending._tokens)
 
     def _dispatch_whole(self, call: _Call) -> Dispatched:
         """Both halves; in one go where the engine can, which on devices saves a launch."""
@@ -423,7 +448,8 @@ class ExpertParallel:
         if whole is None:
             return self._receive_dispatch(self._send_dispatch(call))
         state = call.handle._state if call.handle is not None else None
-        got = whole(call.x, call.topk_idx, call.topk_weights, call.scales, state, call.stream)
+        with self._driver:
+            got = whole(call.x, call.topk_idx, call.topk_weights, call.scales, state, call.stream)
         return self._dispatched(got, call.kind, call.tokens)
 
     def _dispatched(self, got: Received, kind: str, tokens: int) -> Dispatched:
@@ -440,13 +466,15 @@ class ExpertParallel:
 
     def _send_combine(self, call: _Call) -> Pending:
         assert call.handle is not None
-        sent = self._engine.combine_send(call.x, call.handle._state, call.topk_weights, call.weighted, call.stream)
+        with self._driver:
+            sent = self._engine.combine_send(call.x, call.handle._state, call.topk_weights, call.weighted, call.stream)
         return Pending(self, "combine", sent, call)
 
     def _receive_combine(self, pending: Pending, bias: Sequence[Buffer]) -> Any:
-        sent, pending._sent, kind = pending._sent, None, pending._kind
-        y, topk_weights = self._engine.combine_recv(sent, bias, pending._stream)
-        return self._combined(y, topk_weights, kind)
+        with self._driver:
+            sent, pending._sent = pending._sent, None
+            y, topk_weights = self._engine.combine_recv(sent, bias, pending._stream)
+        return self._combined(y, topk_weights, pending._kind)
 
     def _combine_whole(self, call: _Call) -> Any:
         whole = getattr(self._engine, "combine", None)
@@ -454,7 +482,8 @@ class ExpertParallel:
             return self._receive_combine(self._send_combine(call), call.bias)
         assert call.handle is not None
         state = call.handle._state
-        y, topk_weights = whole(call.x, state, call.topk_weights, call.weighted, call.bias, call.stream)
+        with self._driver:
+            y, topk_weights = whole(call.x, state, call.topk_weights, call.weighted, call.bias, call.stream)
         return self._combined(y, topk_weights, call.kind)
 
     @staticmethod

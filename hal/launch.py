@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 
 from hal.bootstrap import Run
 from hal.communicator import Communicator, connect
-from hal.config import HalConfig, check_layout
+from hal.config import HalConfig, as_integer, check_layout
 from hal.errors import ContractError, PeerTimeout
 
 GRACE_SECONDS = 3.0
@@ -67,8 +67,8 @@ def run(
     number; 124 at the time limit).
     """
     check_layout(n, nodes)
-    if not argv:
-        raise ContractError("nothing to run: give a command")
+    if not argv or isinstance(argv, str):
+        raise ContractError(f"nothing to run: give a command as a list of words, not {argv!r}")
     with _Ranks(output or sys.stdout.buffer) as ranks:
         ranks.start(n, list(argv), nodes, environment or (lambda rank: {}), prefix)
         return ranks.wait(timeout, keep_going)
@@ -233,21 +233,25 @@ def spawn(
     ``config`` and ``settings`` are as for :func:`hal.connect`. When a rank raises, the others are told at once; the
     exception that came first is raised again here, with a note that names its rank.
     """
-    if n < 1:
-        raise ContractError(f"spawn needs at least one rank, not {n}")
+    count = as_integer(n)
+    if count is None or count < 1:
+        raise ContractError(f"spawn needs at least one rank, not {n!r}")
     token = secrets.token_hex(32)
-    ranks = [_RankThread(Run(r, n, token, "hal.spawn"), fn, args, config, settings) for r in range(n)]
+    ranks = [_RankThread(Run(r, count, token, "hal.spawn"), fn, args, config, settings) for r in range(count)]
     for rank in ranks:
         rank.start()
     try:
         _join(ranks)
-    except BaseException as error:  # Ctrl-C: no rank may be left in a wait
+    except BaseException as error:  # Ctrl-C: no rank may be left in a wait, nor in native code when the process ends
         for rank in ranks:
             rank.abort(error)
+        give_up = time.monotonic() + GRACE_SECONDS
+        for rank in ranks:
+            rank.join(max(0.0, give_up - time.monotonic()))
         raise
     failed = [rank for rank in ranks if rank.error is not None]
     if failed:
-        raise _first(failed, n)
+        raise _first(failed, count)
     return [rank.result for rank in ranks]
 
 

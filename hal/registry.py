@@ -54,13 +54,19 @@ def get_backend(name: str, transport: str | None = None) -> BackendSpec:
 
 def get_transport(name: str, backend: str) -> TransportSpec:
     """A usable transport of ``backend``; errors as in :func:`get_backend`."""
+    spec = known_transport(name, backend)
+    _require_usable(name, spec.probe())
+    return spec
+
+
+def known_transport(name: str, backend: str) -> TransportSpec:
+    """A registered transport of ``backend``, usable here or not. ContractError for a name that is unknown or serves others."""
     spec = _import(_find(TRANSPORTS, "transport", name), TransportSpec)
     if backend not in spec.backends:
         known = ", ".join(transports(backend)) or "none"
         raise ContractError(
             f"transport '{name}' serves {', '.join(spec.backends)}, not backend '{backend}'; its transports: {known}"
         )
-    _require_usable(name, spec.probe())
     return spec
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hal._validate import complete_spec
 from hal.config import ExpertParallelSpec
 from hal.errors import ContractError
-from hal.registry import known_backend
+from hal.registry import known_backend, known_transport
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ def buffer_parts(
     No device is needed. Raises ContractError for settings that an ExpertParallel would refuse.
     """
     complete = complete_spec(spec, ranks, timeout=1.0)
+    if transport is not None:
+        known_transport(transport, backend)
     parts: Callable[..., list[Part]] | None = getattr(known_backend(backend).load(), "buffer_parts", None)
     if parts is None:
         raise ContractError(

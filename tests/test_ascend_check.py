@@ -110,7 +110,6 @@ def test_a_defect_that_a_protocol_does_not_meet_is_no_failure(capsys: pytest.Cap
         (["ascend", "--mutation", "typo"], "unknown mutation 'typo'; known: none, default_no"),
         (["ascend", "--schedule", "ring"], "schedule='ring' is not one of direct"),
         (["ascend", "--schedule", "hierarchical", "--ranks", "3"], "a multiple of 2"),
-        (["ascend", "--all", "--seeds", "0"], "at least 1"),
         (["ascend", "--all", "--profile", "udma"], "stand in for a profile"),
         (["host", "--all"], "backend 'host' has no emulated device"),
         (["ascent", "--all"], "'ascent' is nothing to check: say ep, mutation, or a backend (ascend, "),

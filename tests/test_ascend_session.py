@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hal_ascend.session import EmulatorOptions
 
 import hal
 from hal.errors import CapacityError, ContractError
@@ -151,3 +152,19 @@ def test_a_signals_value_is_kept_until_it_is_copied() -> None:
         assert held == [True]
 
     hal.spawn(2, body, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("HAL_UDMA_CORES", "two", "^HAL_UDMA_CORES is 'two'; give an integer$"),
+        ("HAL_UDMA_CORES", "0", "^HAL_UDMA_CORES is 0; give at least 1$"),
+        ("HAL_UDMA_SQ_DEPTH", "300", "^HAL_UDMA_SQ_DEPTH is 300; give a power of two of at least 256$"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ContractError, match=text):
+        EmulatorOptions.from_environment()

@@ -49,6 +49,16 @@ def test_list_show_and_profiles(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "ep", "--schedule", "ring"], "unknown schedule 'ring'"),
         (["check", "ep", "--schedule", "direct", "--break", "signal=weaken"], "is no mutant"),
         (["check", "ep", "--schedule", "direct", "--break", "signal:strong:999=weaken"], "rank 0 makes"),
+        (["check", "ep", "--schedule", "direct", "--break", "signal:strong:-1=weaken"], "rank 0 makes"),
+        (["check", "ep", "--schedule", "direct", "--break", "push:0=weaken"], "makes no such call; PRIMITIVE:ORDER is one"),
+        (["check", "ep", "--replay", "sometimes"], "'sometimes' is no schedule"),
+        (["check", "ep", "--search", "races", "--ranks", "3", "--schedule", "hierarchical"], "give an even number"),
+        (["check", "cuda", "--all", "--losses"], "hal check cuda takes"),
+        (["litmus", "list", "epoch"], "hal litmus show epoch"),
+        (["litmus", "run", "epoch", "--transport", "shm"], "--transport means nothing"),
+        (["litmus", "run", "epoch", "-n", "5"], "-n means nothing"),
+        (["litmus", "run", "epoch", "--backend", "host", "--profile", "gin"], "--profile means nothing"),
+        (["litmus", "show", "epoch", "--markdown"], "--markdown means nothing"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,3 +141,40 @@ def test_the_shipped_kernels_are_right_everywhere(capsys: pytest.CaptureFixture[
 def test_what_cannot_run_on_a_transport_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["litmus", "run", "two-submitters", "--backend", "host"]) == 2
     assert "a communicator has one thread" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "ep", "--search", "delays", "--delays", "-1"],  # was "0 runs, exhaustive"
+        ["check", "ep", "--search", "random", "--ranks", "4", "--runs", "0"],
+        ["check", "ep", "--search", "races", "--ranks", "0"],
+        ["check", "ep", "--search", "races", "--ranks", "4", "--tokens", "-1"],
+        ["check", "ep", "--search", "races", "--ranks", "4", "--rounds", "0"],
+        ["check", "ep", "--all", "--max-seconds", "0"],
+        ["check", "ep", "--all", "--max-memory", "nan"],
+        ["check", "ascend", "--all", "--seed", "-1"],
+        ["check", "ascend", "--all", "--seeds", "0"],
+        ["check", "mutation", "--out", "/nonexistent/table.md"],
+        ["check", "ep", "--replay", "eager", "--svg", "/nonexistent/x.svg"],
+        ["litmus", "run", "epoch", "--max-states", "0"],
+        ["litmus", "run", "epoch", "--svg", "/"],
+        ["litmus", "run", "epoch", "--backend", "host", "--json", "/nonexistent/x.json"],
+        ["litmus", "run", "epoch", "--backend", "host", "--seed", "-1"],
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_before_any_work(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert [word for word in words if word.startswith("--")][-1] in err
+
+
+def test_a_program_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.litmus").write_bytes(b"\xff\xfe")
+    assert main(["litmus", "run", str(tmp_path / "x.litmus")]) == 2
+    assert "x.litmus is no text" in capsys.readouterr().err

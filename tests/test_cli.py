@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,13 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["size", "ranks=5"], ["16", "5"]),
         (["size", "backend=cuda", "completion=strong_last"], ["strong_last", "UDMA queues"]),
         (["size", "backend=cudda"], ["backend=cudda", "cuda"]),
+        (["size", "backend=host", "transport=lsa"], ["lsa", "serves cuda", "shm"]),
+        (["size", "topology=2"], ["topology takes a choice", "two_nodes", "topology.nodes"]),
+        (["size", "timeout=inf"], ["timeout", "1000000"]),
+        (["run", "-n", "2", "--", "nonexistent.py"], ["no such script: nonexistent.py"]),
+        (["bench", "put", "--json", "/"], ["cannot write '/'", "name of a file"]),
+        (["bench", "put", "--json", ""], ["cannot write ''", "name of a file"]),
+        (["bench", "completion", "-m", "workload=small,skewed"], ["leave -m out"]),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_do(
@@ -102,6 +111,81 @@ def test_a_mistake_is_one_line_that_says_what_to_do(
     line = refused(capsys, *words)
     for part in expected:
         assert part in line
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_gets_escapes(encoding: str) -> None:
+    done = hal("--help", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"[key=value \u2026]" in done.stdout
+    assert r"size ranks=\u2026" in hal("size", "size ranks=…", PYTHONIOENCODING=encoding).stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["env"], ["run", "-n", "1", "echo", "hello"]])
+@pytest.mark.parametrize(("into", "status"), [("| (exec <&-; true)", 1), (">/dev/full", 1), (">&-", 0)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_takes_is_no_traceback(words: list[str], into: str, status: int, unbuffered: str) -> None:
+    command = f"set -o pipefail; {sys.executable} -m hal.cli {' '.join(words)} {into}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    if into.startswith("|"):  # the reader may be gone before or after what a pipe holds
+        assert done.returncode in (0, status)
+    else:
+        assert done.returncode == status
+    if into == ">/dev/full":
+        assert done.stderr.count("\n") == 1
+        assert "No space left on device" in done.stderr
+
+
+def test_an_interrupted_command_ends_quietly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hal.cli", "bench", "dispatch", "--iterations", "100000000", "--sizes", "4", "-n", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    ) as process:
+        started = time.monotonic()
+        while len(members := ranks_under(tmp_path)) < 2 or not all(map(has_connected, members)):
+            assert process.poll() is None
+            assert time.monotonic() < started + 240
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in out + err
+    assert err == ""
+    assert not list(tmp_path.iterdir())
+
+
+def ranks_under(folder: Path) -> list[int]:
+    """Processes that a command started as its ranks, by the folder that they were given."""
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = line.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if b"hal.cli.ranks" in words and any(word.startswith(bytes(folder)) for word in words):
+            found.append(int(line.parent.name))
+    return found
+
+
+def has_connected(process: int) -> bool:
+    """Whether it maps symmetric memory."""
+    try:
+        return "memfd" in Path(f"/proc/{process}/maps").read_text()
+    except OSError:
+        return False
+
+
+def test_run_takes_the_usual_separator(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    assert ok("run", "-n", "1", "--", "script.py", "--", "x", cwd=tmp_path) == "[rank 0] ['--', 'x']\n"
 
 
 def test_hal_debug_shows_the_traceback() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hal
+from hal.bootstrap import Run
 from hal.errors import CapacityError, ContractError, HalError
 from hal.ordering import Order, QuietScope, SignalOp
 
@@ -254,7 +255,11 @@ def test_settings_of_every_kind():
         ({"queues": 0}, "HalConfig.queues is 0; it must be at least 1"),
         ({"signal_slots": 1.5}, "HalConfig.signal_slots is 1.5; it must be an integer"),
         ({"timeout": 0}, "HalConfig.timeout is 0; it must be above 0 seconds"),
-        ({"timeout": math.inf}, "timeout must be a positive number of seconds, not inf"),
+        ({"timeout": math.inf}, "HalConfig.timeout is inf; it must be above 0 seconds, and at most 1000000"),
+        ({"timeout": 1e300}, "timeout is 1e.300; .* at most 1000000"),
+        ({"timeout": "3"}, "timeout is '3'"),
+        ({"backend": 3}, "HalConfig.backend is 3 .* give names"),
+        ({"transport": ["shm"]}, r"transport \['shm'\]; give names"),
         ({"backend": "hots"}, r"unknown backend 'hots'; known: .*host.*; did you mean 'host'\?"),
         ({"transport": "smh"}, r"unknown transport 'smh'; known: .*shm.*; did you mean 'shm'\?"),
     ],
@@ -311,6 +316,14 @@ REFUSALS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "no bytes": (lambda c, w, q: c.window(0), ContractError, "a window needs at least 1 byte, not 0"),
     "too many bytes": (lambda c, w, q: c.window(1 << 60), CapacityError, f"needed {1 << 60}, given"),
     "team": (lambda c, w, q: c.team("node"), ContractError, "team must be one of world, lsa, rail, not 'node'"),
+    "peer's kind": (lambda c, w, q: q.put(w, 0, b"x", "0"), ContractError, "peer must be a rank, 0 to 0, not '0'"),
+    "queue's kind": (lambda c, w, q: c.queue(1.5), ContractError, "queue must be 0 to 1, not 1.5"),
+    "offset's kind": (lambda c, w, q: q.put(w, 1.0, b"x", 0), ContractError, "dst_offset must be an integer.*not 1.0"),
+    "window's kind": (lambda c, w, q: q.put(3, 0, b"x", 0), ContractError, "window is 3: pass what"),
+    "bytes' kind": (lambda c, w, q: c.window(True), ContractError, "a window needs at least 1 byte, not True"),
+    "team's kind": (lambda c, w, q: c.barrier(["world"]), ContractError, "team must be one of world, lsa, rail"),
+    "longest timeout": (lambda c, w, q: c.wait(0, 1, timeout=1e10), ContractError, "not 10000000000.0; at most 1000000"),
+    "spec's kind": (lambda c, w, q: c.expert_parallel({"top_k": 1}), ContractError, r"spec is a dict.*\*\*spec"),
     "not contiguous": (lambda c, w, q: q.put(w, 0, np.zeros(8, np.int16)[::2], 0), ContractError, "contiguous"),
 }
 
@@ -325,6 +338,33 @@ def test_bad_calls_are_refused_and_leave_everything_usable(call, error, text):
         assert [comm.read_signal(slot) for slot in range(8)] == [0] * 8
         queue.put(window, 0, b"fine", 0, signal=(0, 1))
         assert comm.wait(0, 1) == 1
+
+
+def test_numbers_of_any_integer_type_serve():
+    """Ranks, slots and offsets come out of NumPy tables as often as out of range()."""
+    one = np.int64(1)
+    with hal.connect(queues=one + 1, signal_slots=np.int32(4), timeout=np.float32(30)) as comm:
+        assert (type(comm.config.queues), type(comm.config.signal_slots)) == (int, int)
+        window, queue = comm.window(np.uint16(16)), comm.queue(one)
+        queue.put(window, np.int64(8), b"x", np.int32(0), signal=(one, np.uint64(5)))
+        queue.signal(one, one - 1, one)
+        assert comm.wait(np.uint8(1), np.int64(6), source=one - 1) == comm.read_signal(one) == 6
+        queue.quiet(peer=one - 1)
+        assert window.array[8] == ord("x")
+
+
+def test_the_number_of_ranks_may_be_of_any_integer_type():
+    assert spawn(np.int64(2), lambda comm: comm.world_size) == [2, 2]
+    for wrong in (0, "2", 1.5, True):
+        with pytest.raises(ContractError, match="spawn needs at least one rank, not"):
+            spawn(wrong, lambda comm: None)
+
+
+def test_what_states_no_place_is_refused():
+    with pytest.raises(ContractError, match="rank 0 of two; ranks are 0 to size - 1"):
+        Run(0, "two")
+    with pytest.raises(ContractError, match=r"run is 3: pass a hal\.bootstrap\.Run"):
+        hal.connect(run=3)
 
 
 def test_window_sizes_that_differ_are_refused_on_every_rank():

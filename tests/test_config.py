@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_settings_are_frozen() -> None:
         ("checker.search=luck", ["'luck'", "exhaustive, delay, pct, happens_before"]),
         ("backend", ["'backend'", "key=value"]),
         ("workload=small,skewed", ["small,skewed", "-m"]),
-        ("backend=null", ["Config group override"]),
+        ("backend=null", ["backend takes a choice", "ascend, cuda, host", "backend.name"]),
     ],
 )
 def test_a_wrong_override_is_refused_in_one_line_that_names_the_right_ones(override: str, expected: list[str]) -> None:
@@ -90,6 +91,20 @@ def test_a_wrong_override_is_refused_in_one_line_that_names_the_right_ones(overr
     assert "\n" not in text
     for part in expected:
         assert part in text
+
+
+@pytest.mark.parametrize("wrong", ["workload=small", ["workload=small", 3]])
+def test_overrides_are_a_list_of_strings(wrong: Any) -> None:
+    with pytest.raises(ContractError, match="give a list of strings"):
+        load_config(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["topology=2", "backend=null", "workload={tokens: 4}", "=3"])
+def test_a_group_takes_the_name_of_a_choice(wrong: str) -> None:
+    with pytest.raises(ContractError) as refused:
+        load_config([wrong])
+    assert wrong in str(refused.value)
+    assert "Config group override" not in str(refused.value)
 
 
 def test_a_sweep_is_every_combination() -> None:

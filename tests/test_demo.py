@@ -157,12 +157,19 @@ def test_the_float64_result_is_an_independent_check() -> None:
         ({"topk_idx": np.full((2, 2), 9)}, "9 … 9, but there are 8 experts"),
         ({"topk_idx": np.full((2, 2), -2)}, "-2 … -2"),
         ({"topk_idx": np.zeros((2, 2), np.int64), "topk_weights": np.zeros((2, 3), np.float32)}, r"float32 \[2, 3\]"),
+        ({"topk_idx": np.array([[0, 1]]), "topk_weights": np.array([[1.0, np.nan]])}, "not finite"),
     ],
 )
 def test_a_wrong_routing_file_is_refused(tmp_path: Path, arrays: dict[str, np.ndarray], expected: str) -> None:
     np.savez(tmp_path / "wrong.npz", **arrays)
     with pytest.raises(ValueError, match=expected):
         read_routing(tmp_path / "wrong.npz", 8)
-    (tmp_path / "text.npz").write_text("not a zip file")
-    with pytest.raises(ValueError, match=r"text\.npz"):
-        read_routing(tmp_path / "text.npz", 8)
+    np.savez(tmp_path / "whole.npz", topk_idx=np.zeros((99, 2), np.int64))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for content in (b"not a zip file", b"", whole[:300]):
+        (tmp_path / "text.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"text\.npz"):
+            read_routing(tmp_path / "text.npz", 8)
+    np.save(tmp_path / "one.npy", np.zeros((2, 2), np.int64))
+    with pytest.raises(ValueError, match=r"one\.npy is one array.*np\.savez"):
+        read_routing(tmp_path / "one.npy", 8)

@@ -6,6 +6,7 @@ What dispatch and combine compute is tested on real backends by tests/contract.
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -62,6 +63,13 @@ def alone(**changes):
         ({"num_buffers": 0}, ["num_buffers=0", "at least 1"]),
         ({"timeout": 0.0}, ["timeout=0.0", "above 0"]),
         ({"timeout": float("inf")}, ["timeout=inf", "above 0"]),
+        ({"timeout": 1e10}, ["timeout=10000000000.0", "at most 1000000"]),
+        ({"timeout": "soon"}, ["timeout='soon'", "above 0"]),
+        ({"timeout": [1]}, ["timeout=[1]", "above 0"]),
+        ({"layout": np.array(["rank", "expert"])}, ["layout=", "rank, expert"]),
+        ({"num_experts": 1 << 40}, ["num_experts=1099511627776", "at most 2147483647"]),
+        ({"max_tokens": 1 << 31}, ["max_tokens=2147483648", "at most 2147483647"]),
+        ({"hidden": 1 << 30}, ["hidden=1073741824", "4294967296 bytes", "at most 536870908"]),
     ],
 )
 def test_settings_are_refused_on_every_rank_with_the_numbers(changes, words):
@@ -234,6 +242,50 @@ def test_bad_combine_is_refused_before_anything_is_sent(name):
             assert word in str(error.value)
     assert len(ep._engine.calls) == 1
     ep.combine(out.x, out.handle)
+
+
+def test_words_name_the_argument_and_nothing_impossible():
+    ep = alone()
+    x, idx, _ = tokens_of(2, np.random.default_rng(0))
+    with pytest.raises(ContractError, match=r"^x: builtins\.list is no array"):
+        ep.dispatch(x.tolist(), idx)
+    with pytest.raises(ContractError, match=r"^x is float64, expected float32: cast it$"):  # no ExpertParallel is of float64
+        ep.dispatch(x.astype(np.float64), idx)
+    with pytest.raises(ContractError, match="or make the ExpertParallel with dtype='float16'"):
+        ep.dispatch(x.astype(np.float16), idx)
+
+
+def test_an_array_that_gives_no_memory_is_refused():
+    class Gone:
+        def __dlpack__(self, **_):
+            raise RuntimeError("it was deleted")
+
+    with pytest.raises(ContractError, match=r"^x: dlpack array gives no memory \(RuntimeError: it was deleted\)"):
+        alone().dispatch(Gone(), np.zeros((1, 3), np.int64))
+
+
+def test_a_second_thread_is_refused_while_one_is_inside():
+    """It would break the order by which ranks match their calls, and the wait that follows names an innocent rank."""
+    ep = alone()
+    x, idx, _ = tokens_of(2, np.random.default_rng(0))
+    inside, leave = threading.Event(), threading.Event()
+    receive = ep._engine.dispatch_recv
+
+    def slow(*arguments):
+        inside.set()
+        assert leave.wait(240)
+        return receive(*arguments)
+
+    ep._engine.dispatch_recv = slow
+    first = ep.dispatch_async(x, idx)
+    assert inside.wait(240)
+    try:
+        with pytest.raises(ContractError, match=r"another thread is inside a call .* let one thread of a rank drive it"):
+            ep._send_dispatch(ep._check_dispatch(x, idx, None, None, None))
+    finally:
+        leave.set()
+    assert first.result().x.shape[1] == SPEC["hidden"]
+    assert ep.dispatch(x, idx).x.shape[1] == SPEC["hidden"], "usable afterwards"
 
 
 def test_handles_are_their_makers():

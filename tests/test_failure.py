@@ -313,6 +313,25 @@ def test_spawn_does_not_wait_for_a_rank_that_never_returns(monkeypatch):
     assert any("left behind: 0" in note for note in raised.value.__notes__)
 
 
+def test_an_interrupted_spawn_leaves_no_rank_in_native_code(monkeypatch):
+    """A process that ends while one of its threads comes back from there is aborted by the C++ runtime."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", LIMIT)
+    waiting = threading.Barrier(3)
+
+    def body(comm: hal.Communicator) -> None:
+        waiting.wait(LIMIT)
+        comm.wait(0, 1, source=0)
+
+    def interrupted(ranks: object) -> None:
+        waiting.wait(LIMIT)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hal.spawn(2, body, timeout=LIMIT)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("hal-rank-")]
+
+
 # --- the launcher ----------------------------------------------------------------------------------------------------
 
 

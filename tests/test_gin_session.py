@@ -121,6 +121,19 @@ def test_settings_of_gin_are_read_and_refused(monkeypatch: pytest.MonkeyPatch) -
         run(lambda comm: None, ranks=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [("SEED", "x", "an integer"), ("BLOCKS", "few", "an integer"), ("ADVERSARY", "yes", "0 or 1"),
+     ("ONE_DOMAIN", "yes", "0 or 1"), ("THREADS", "33", "a multiple of 32")],
+)  # fmt: skip
+def test_a_wrong_variable_of_the_emulator_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, fix: str
+) -> None:
+    monkeypatch.setenv(f"HAL_CUDA_EMULATOR_{name}", value)
+    with pytest.raises(ContractError, match=f"HAL_CUDA_EMULATOR_{name}='{value}': give {fix}"):
+        run(lambda comm: None, ranks=2)
+
+
 def test_one_domain_needs_no_card(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HAL_CUDA_EMULATOR_GIN", "none")
     assert run(lambda comm: comm.profile.name, ranks=2, nodes=1) == ["lsa", "lsa"]

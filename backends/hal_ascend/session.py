@@ -56,11 +56,13 @@ class EmulatorOptions:
     @staticmethod
     def from_environment() -> EmulatorOptions:
         fields = {"cores": "HAL_UDMA_CORES", "sq_depth": "HAL_UDMA_SQ_DEPTH", "cq_depth": "HAL_UDMA_CQ_DEPTH"}
-        given = {field: os.environ[name] for field, name in fields.items() if name in os.environ}
-        try:
-            return EmulatorOptions(**{field: int(value) for field, value in given.items()})
-        except ValueError as error:
-            raise ContractError(f"{', '.join(fields.values())} must be integers: {error}") from None
+        given: dict[str, int] = {}
+        for field, name in fields.items():
+            try:
+                given |= {field: int(os.environ[name])} if name in os.environ else {}
+            except ValueError:
+                raise ContractError(f"{name} is {os.environ[name]!r}; give an integer") from None
+        return EmulatorOptions(**given)
 
 
 class EmulatedAscendSession:

@@ -30,6 +30,9 @@ ONE_DOMAIN = "HAL_CUDA_EMULATOR_ONE_DOMAIN"
 THREADS = "HAL_CUDA_EMULATOR_THREADS"
 """Threads of a block, a multiple of 32; few, since every one is a fiber."""
 
+SEED, BLOCKS, ADVERSARY = (f"HAL_CUDA_EMULATOR_{name}" for name in ("SEED", "BLOCKS", "ADVERSARY"))
+"""Read by the library (kernels_cuda/emulation/options.hpp)."""
+
 MUTATIONS = (
     "none",
     "fence_does_nothing",
@@ -48,6 +51,19 @@ def threads() -> int:
     if not text.isdecimal() or int(text) % 32 or not 64 <= int(text) <= 512:
         raise ContractError(f"{THREADS}={text!r}: give a multiple of 32 from 64 to 512")
     return int(text)
+
+
+def _check_variables() -> None:
+    """Refuse what the library, which reads most of them, would take for 0."""
+    threads()
+    for name in (SEED, BLOCKS):
+        try:
+            int(os.environ.get(name) or "1", 0)
+        except ValueError:
+            raise ContractError(f"{name}={os.environ[name]!r}: give an integer") from None
+    for name in (ADVERSARY, ONE_DOMAIN):
+        if os.environ.get(name, "") not in ("", "0", "1"):
+            raise ContractError(f"{name}={os.environ[name]!r}: give 0 or 1")
 
 
 class _Emulated:
@@ -82,7 +98,7 @@ def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     world, rank = bootstrap.world_size, bootstrap.rank
     nodes = 1 if os.environ.get(ONE_DOMAIN) == "1" else config.topology.nodes
     library = native.load_emulated()
-    threads()  # a wrong setting is refused before anything is sent
+    _check_variables()  # a wrong setting is refused before anything is sent
     links = connect_mesh(bootstrap)
     try:
         numbers = (c_int * world)(*(-1 if link is None else link.fileno() for link in links))

@@ -61,7 +61,7 @@ class Verdict:
 def library() -> dict[str, Program]:
     """The programs that HAL ships, by name."""
     folder = resources.files("hal.checker") / "programs"
-    texts = {f.name: f.read_text() for f in folder.iterdir() if f.name.endswith(".litmus")}
+    texts = {f.name: f.read_text(encoding="utf-8") for f in folder.iterdir() if f.name.endswith(".litmus")}
     programs = [parse(texts[name], name) for name in sorted(texts)]
     return {p.name: p for p in programs}
 
@@ -72,7 +72,10 @@ def load(name: str) -> Program:
         path = Path(name)
         if not path.is_file():
             raise ContractError(f"no file '{name}'; give a path to a .litmus file, or a name from `hal litmus list`")
-        return parse(path.read_text(), name)
+        try:
+            return parse(path.read_text(encoding="utf-8"), name)
+        except UnicodeDecodeError as error:
+            raise ContractError(f"{name} is no text: {error}") from None
     programs = library()
     if name not in programs:
         raise ContractError(f"unknown litmus program '{name}'; known: {', '.join(programs)}")

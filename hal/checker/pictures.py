@@ -37,7 +37,10 @@ def litmus_failure(program: Program, under: OrderingProfile) -> Picture:
 
 def draw(subject: Any, schedule: str, ranks: int) -> Picture:
     """One run of a subject under a schedule."""
-    run = native().run(subject, schedule, True)
+    try:
+        run = native().run(subject, schedule, True)
+    except ValueError as error:
+        raise ContractError(f"'{schedule}' is no schedule: {error}") from None
     failure = f"{run['kind']}: {run['failure']}" if run["kind"] else ""
     words = schedule.split()
     held = words[1:] if words[:1] == ["hold"] else []

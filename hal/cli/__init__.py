@@ -15,7 +15,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hal.errors import BackendUnavailable, CapacityError, ContractError, HalError
@@ -38,6 +39,44 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help shows what there is)\n")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that takes an integer not below ``least``."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is no integer: give at least {least}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value}: give at least {least}")
+        return value
+
+    return read
+
+
+def positive(text: str) -> float:
+    """The type of an option that takes a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}': give a number above 0")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """The type of an option that names a file to write: refused before the work that fills it, not after."""
+    path = Path(text)
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write '{text}': give the name of a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {path}: {path.parent} is not a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}: permission denied")
+    return path
 
 
 def add_layout(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -72,7 +111,21 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hal COMMAND …`` and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    _prepare_output()
+    return _guarded(list(sys.argv[1:] if argv is None else argv))
+
+
+def _prepare_output() -> None:
+    """A terminal without UTF-8 gets escapes in place of what it cannot show; a closed stream swallows what it is told."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (as long as the process)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _command(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
         return 0 if words else 2
@@ -84,20 +137,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"hal: no command '{words[0]}'; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return _guarded(words[0], words[1:])
+    return _run(words[0], words[1:])
 
 
-def _guarded(name: str, words: list[str]) -> int:
+def _guarded(words: list[str]) -> int:
     """Run one command; a mistake of the user is one line, not a traceback."""
+    name = words[0] if words else ""
     try:
-        return _run(name, words)
+        try:
+            return _command(words)
+        finally:
+            sys.stdout.flush()  # here, where a reader that went away is no error
     except (ContractError, CapacityError, BackendUnavailable) as error:
         return _complain(name, error, 2)
     except HalError as error:
         return _complain(name, error, 1)
     except BrokenPipeError:  # `hal … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute()
         return 1
+    except OSError as error:  # a full disk, no more descriptors, …
+        _mute()
+        return _complain(name, error, 1)
     except KeyboardInterrupt:
         return 130
 
@@ -111,6 +171,13 @@ def _run(name: str, words: list[str]) -> int:
     args = parser.parse_args(words) if takes_rest else parser.parse_intermixed_args(words)
     status: int = module.run(args)
     return status
+
+
+def _mute() -> None:
+    """What is left in the buffer cannot be written at the end of the process either."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _complain(name: str, error: Exception, status: int) -> int:

@@ -18,12 +18,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from hal import report
 from hal.bench.sample import Plan, Row, Sample, combined
-from hal.cli import add_layout, add_overrides, layout_overrides
+from hal.cli import add_layout, add_overrides, layout_overrides, output_file
 from hal.cli.ranks import run_ranks
 from hal.compose import load_config, load_sweep
 from hal.config import Settings
@@ -62,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--iterations", type=int, default=20, help="timed iterations of each size (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="iterations before them (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows, settings and versions")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and bandwidth (needs matplotlib)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write rows, settings and versions")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw times and bandwidth (needs matplotlib)")
     add_layout(parser)
     add_overrides(parser)
 
@@ -75,11 +74,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.plot is not None:
         _require_matplotlib()
-    for file in (args.json, args.plot):
-        if file is not None and not file.parent.is_dir():
-            raise ContractError(f"cannot write {file}: {file.parent} is not a folder")
     args.overrides = layout_overrides(args)
     if args.operation == "completion":
+        if args.multirun:
+            raise ContractError("hal bench completion compares the protocols of one workload: leave -m out")
         from hal.bench.completion import run as compare
 
         return compare(args)
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     results = [_measured(args, chosen, settings) for chosen, settings in runs]
     if args.json is not None:
         args.json.write_text(
-            json.dumps({"versions": versions(), "runs": [_as_json(*item) for item in results]}, indent=2)
+            json.dumps({"versions": versions(), "runs": [_as_json(*item) for item in results]}, indent=2), encoding="utf-8"
         )
     if args.plot is not None:
         from hal.bench.plot import draw

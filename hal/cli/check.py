@@ -19,9 +19,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from hal.cli import at_least, output_file, positive
 from hal.errors import ContractError
 
 
@@ -33,18 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="append", help="an ordering profile (may be repeated)")
     parser.add_argument("--layout", action="append", help="rank, expert")
     parser.add_argument("--search", choices=("all", "delays", "random", "races"), default="all")
-    parser.add_argument("--ranks", type=int, help="how many ranks; ep: with --search races or random")
-    parser.add_argument("--tokens", type=int, help="tokens of each rank; ep: with --ranks (4)")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds; ep: with --ranks")
-    parser.add_argument("--runs", type=int, default=1000, help="random: how many schedules")
-    parser.add_argument("--seed", type=int, default=0, help="random, or a backend: the first seed")
-    parser.add_argument("--seeds", type=int, default=40, help="a backend: how many schedules")
+    parser.add_argument("--ranks", type=at_least(1), help="how many ranks; ep: with --search races or random")
+    parser.add_argument("--tokens", type=at_least(1), help="tokens of each rank; ep: with --ranks (4)")
+    parser.add_argument("--rounds", type=at_least(1), default=2, help="rounds; ep: with --ranks")
+    parser.add_argument("--runs", type=at_least(1), default=1000, help="random: how many schedules")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="random, or a backend: the first seed")
+    parser.add_argument("--seeds", type=at_least(1), default=40, help="a backend: how many schedules")
     parser.add_argument(
         "--mutation", metavar="NAME", default="none", help="a backend: plant a defect below its kernels"
     )
-    parser.add_argument("--delays", type=int, default=1, help="delays: how many entities are held back at once")
-    parser.add_argument("--max-seconds", type=float, default=30.0, help="bound of each search")
-    parser.add_argument("--max-memory", type=float, default=2.0, help="GiB that one search may keep before it stops")
+    parser.add_argument("--delays", type=at_least(0), default=1, help="delays: how many entities are held back at once")
+    parser.add_argument("--max-seconds", type=positive, default=30.0, help="bound of each search")
+    parser.add_argument("--max-memory", type=positive, default=2.0, help="GiB that one search may keep before it stops")
     parser.add_argument(
         "--losses",
         action="store_true",
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--break", dest="mutant", help="PRIMITIVE[:ORDER]:N=CHANGE, for example signal:strong:last=weaken"
     )
     parser.add_argument("--replay", help="run one schedule (as printed with a failure) and draw it")
-    parser.add_argument("--svg", type=Path, help="draw the failing schedule into this file")
+    parser.add_argument("--svg", type=output_file, help="draw the failing schedule into this file")
     parser.add_argument("--verbose", action="store_true", help="one line for each verdict")
-    parser.add_argument("--out", type=Path, help="mutation: write the table into this file")
+    parser.add_argument("--out", type=output_file, help="mutation: write the table into this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,6 +155,8 @@ def _scenarios(args: argparse.Namespace, schedule: str, completion: str) -> list
     from hal.checker import ep
 
     if args.ranks:
+        if schedule == "hierarchical" and args.ranks % 2:
+            raise ContractError(f"--ranks {args.ranks} with schedule hierarchical: give an even number, for two nodes")
         return [ep.large(schedule, completion, args.ranks, args.tokens or 4, rounds=args.rounds)]
     layouts = args.layout or (ep.LAYOUTS if args.all else ("rank",))
     return [s for layout in layouts for s in ep.small(schedule, completion, layout)]
@@ -178,7 +180,7 @@ def _draw(subject: Any, schedule: str, ranks: int, args: argparse.Namespace) -> 
     picture = draw(subject, schedule, ranks)
     print(f"schedule: {picture.schedule}\n{picture.text}")
     if args.svg:
-        args.svg.write_text(picture.svg)
+        args.svg.write_text(picture.svg, encoding="utf-8")
         print(f"drawn into {args.svg}")
     return picture.failure
 
@@ -224,15 +226,19 @@ def _mutants(subject: Any, text: str) -> tuple[list[int], int]:
     if change not in KINDS or not rest:
         raise ContractError(f"'{text}' is no mutant: PRIMITIVE[:ORDER]:N=CHANGE with CHANGE one of {', '.join(KINDS)}")
     orders = {"none": 0, "relaxed": 1, "strong": 2}
-    calls = [c for c in native().run(subject, "eager")["calls"] if c["thread"] == 0 and c["primitive"] == primitive]
+    own = [c for c in native().run(subject, "eager")["calls"] if c["thread"] == 0]
+    made = sorted({f"{c['primitive']}:{word}" for c in own for word, code in orders.items() if code == c["order"]})
+    calls = [c for c in own if c["primitive"] == primitive]
     if len(rest) == 2:
         calls = [c for c in calls if c["order"] == orders.get(rest[0], -1)]
+    if not calls:
+        raise ContractError(f"'{text}': rank 0 makes no such call; PRIMITIVE:ORDER is one of {', '.join(made)}")
     numbers = [c["number"] for c in calls]
     if rest[-1] == "last" and numbers:
         return numbers[::-1], KINDS.index(change)
     try:
-        return [numbers[int(rest[-1])]], KINDS.index(change)
-    except (IndexError, ValueError):
+        return [dict(enumerate(numbers))[int(rest[-1])]], KINDS.index(change)
+    except (KeyError, ValueError):
         raise ContractError(
             f"'{text}': rank 0 makes {len(calls)} such calls; N is 0 … {len(calls) - 1}, or last"
         ) from None
@@ -292,7 +298,7 @@ def _mutation(args: argparse.Namespace) -> int:
     result = mutation.run(args.schedule or ep.SCHEDULES, args.completion or ep.COMPLETIONS)
     text = mutation_report.markdown(result, time.monotonic() - started)
     if args.out:
-        args.out.write_text(text)
+        args.out.write_text(text, encoding="utf-8")
         print(f"written to {args.out}")
     else:
         print(text)

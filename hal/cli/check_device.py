@@ -54,7 +54,7 @@ def _print(args: argparse.Namespace, spec: ExpertParallelSpec, ranks: int, repor
         if finding.picture is not None:
             print("\n".join(f"  {line}".rstrip() for line in finding.picture.text.splitlines()))
             if args.svg:
-                args.svg.write_text(finding.picture.svg)
+                args.svg.write_text(finding.picture.svg, encoding="utf-8")
 
 
 def _checker(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
@@ -63,7 +63,7 @@ def _checker(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
         raise ContractError(
             f"'{args.what}' is nothing to check: say ep, mutation, or a backend ({', '.join(backends())})"
         )
-    if args.profile or args.faults or args.mutant or args.replay or args.search != "all":
+    if args.profile or args.faults or args.losses or args.out or args.mutant or args.replay or args.search != "all":
         raise ContractError(
             f"hal check {args.what} takes --schedule, --completion, --layout, --ranks, --tokens, --rounds, --seed, --seeds "
             "--mutation and --svg: its device's own rules stand in for a profile, and a seed for a replay"
@@ -81,8 +81,6 @@ def _protocols(args: argparse.Namespace, backend: Any) -> Iterator[tuple[ExpertP
     """Each schedule × completion × layout, with ranks and nodes."""
     if not args.all and not (args.schedule or args.completion or args.layout or args.mutation != "none"):
         raise ContractError("say what to check: --all, or --schedule, --completion, --layout, --mutation")
-    if args.seeds < 1:
-        raise ContractError(f"--seeds {args.seeds}: give at least 1")
     schedules = args.schedule or (("direct",) if args.mutation != "none" and not args.all else tuple(SCHEDULES))
     layouts = args.layout or (LAYOUTS if args.all else LAYOUTS[:1])
     completions = args.completion or getattr(backend, "completions", COMPLETIONS)

@@ -18,10 +18,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from hal.cli import at_least, output_file
 from hal.errors import ContractError
+
+_ON_TRANSPORT = ("transport", "n", "hosts", "seed", "json")
+_IN_MODEL = ("profile", "diagram", "svg", "markdown", "max_states")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,19 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="append", help="run: only this profile (may be repeated)")
     parser.add_argument("--backend", help="run: on this backend's transport instead of in the model")
     parser.add_argument("--transport", help="with --backend: this transport of it")
-    parser.add_argument("-n", type=int, default=1000, help="with --backend: how often (default 1000)")
-    parser.add_argument("--hosts", type=int, default=1, metavar="H", help="with --backend: ranks on H equal hosts")
-    parser.add_argument("--seed", type=int, default=0, help="with --backend: of the pauses between instructions")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with --backend: write outcomes and verdicts")
+    parser.add_argument("-n", type=int, help="with --backend: how often (default 1000)")
+    parser.add_argument("--hosts", type=int, metavar="H", help="with --backend: ranks on H equal hosts")
+    parser.add_argument("--seed", type=at_least(0), help="with --backend: of the pauses between instructions")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="with --backend: write outcomes and verdicts")
     parser.add_argument("--diagram", action="store_true", help="run: draw the schedule of an allowed bad outcome")
-    parser.add_argument("--svg", type=Path, help="run: draw it into this file")
+    parser.add_argument("--svg", type=output_file, help="run: draw it into this file")
     parser.add_argument("--markdown", action="store_true", help="run: the verdicts as a table for docs/portability.md")
-    parser.add_argument("--max-states", type=int, help="run: stop a search after so many states")
+    parser.add_argument("--max-states", type=at_least(1), help="run: stop a search after so many states")
 
 
 def run(args: argparse.Namespace) -> int:
     from hal.checker import litmus
 
+    _check_options(args)
     if args.action == "list":
         return _list(litmus.library())
     if args.action == "profiles":
@@ -59,6 +63,22 @@ def run(args: argparse.Namespace) -> int:
     if args.backend:
         return _on_transport(programs, args, skip=args.all)
     return _in_model(programs, args)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """An option that would do nothing is refused, so that nobody takes the answer for another question's."""
+    if args.action == "list" and args.names:
+        raise ContractError(f"hal litmus list takes no names; say hal litmus show {' '.join(args.names)}")
+    unused: tuple[str, ...]
+    if args.action == "run":
+        unused = _IN_MODEL if args.backend else _ON_TRANSPORT
+        fix = "leave --backend out, or this" if args.backend else "add --backend NAME, or leave it out"
+    else:
+        unused, fix = _ON_TRANSPORT + _IN_MODEL, "leave it out"
+    for name in unused:
+        if getattr(args, name) not in (None, False):
+            option = "-n" if name == "n" else "--" + name.replace("_", "-")
+            raise ContractError(f"{option} means nothing to hal litmus {args.action} like this: {fix}")
 
 
 def _list(programs: dict[str, Any]) -> int:
@@ -135,7 +155,7 @@ def _draw(verdicts: Sequence[Any], args: argparse.Namespace) -> None:
         if args.diagram:
             print(f"\n{v.program.name} under {v.profile.name}, schedule: {picture.schedule}\n{picture.text}\n")
         if args.svg:
-            args.svg.write_text(picture.svg)
+            args.svg.write_text(picture.svg, encoding="utf-8")
         return
 
 
@@ -145,8 +165,9 @@ def _on_transport(programs: Sequence[Any], args: argparse.Namespace, skip: bool)
 
     status, records = 0, []
     settings = {"transport": args.transport} if args.transport else {}
-    on = f" on {args.hosts} hosts" if args.hosts > 1 else ""
-    runs = on_transport.run_all(programs, args.backend, args.n, hosts=args.hosts, seed=args.seed, **settings)
+    n, hosts = 1000 if args.n is None else args.n, 1 if args.hosts is None else args.hosts
+    on = f" on {hosts} hosts" if hosts > 1 else ""
+    runs = on_transport.run_all(programs, args.backend, n, hosts=hosts, seed=args.seed or 0, **settings)
     for result in runs:
         name = result.program.name
         if isinstance(result, on_transport.NotRun):
@@ -156,7 +177,7 @@ def _on_transport(programs: Sequence[Any], args: argparse.Namespace, skip: bool)
             records.append({"program": name, "not_run": result.why})
             continue
         where = f"{args.transport or args.backend} ({result.profile.name}){on}"
-        print(f"{name} on {where}, {args.n} times, {result.seconds:.2f} s")
+        print(f"{name} on {where}, {n} times, {result.seconds:.2f} s")
         print(histogram(result.counts, result.forbidden))
         print(f"  {result.verdict}", flush=True)
         records.append(_record(result))
@@ -164,7 +185,7 @@ def _on_transport(programs: Sequence[Any], args: argparse.Namespace, skip: bool)
             status = 1
             print(f"the model of {result.profile.name} forbids: {'; '.join(result.forbidden)}", file=sys.stderr)
         if args.json:
-            args.json.write_text(json.dumps(records, indent=1) + "\n")
+            args.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     return status
 
 

@@ -47,6 +47,8 @@ def run_ranks(settings: Settings, function: str, payload: object, hosts: Hosts |
 
 
 def _raise_failure(folder: Path, status: int) -> None:
+    if any(folder.glob("interrupted-*")):
+        raise KeyboardInterrupt
     failures = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
     # A rank that waited for another in vain is not the cause.
     failures.sort(key=lambda failure: failure["waited"])
@@ -77,6 +79,9 @@ def _rank_main(folder: Path) -> int:
             rank = str(comm.rank)
             result = getattr(importlib.import_module(module), name)(comm, settings, payload)
             (folder / f"result-{rank}.pkl").write_bytes(pickle.dumps(result))
+    except KeyboardInterrupt:  # the parent's Ctrl-C, forwarded: it says so once, with its exit status
+        (folder / f"interrupted-{rank}").touch()
+        return 128 + signal.SIGINT
     except HalError as error:
         failure = {
             "text": str(error),

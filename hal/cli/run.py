@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.program[:1] == ["--"]:  # "what follows is the program", as other launchers have it
+        del args.program[0]
     if not args.program:
         raise ContractError("say what to run: hal run -n 4 script.py")
     if args.transport is not None and args.backend is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 import zlib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -35,9 +36,15 @@ def tokenize(text: str) -> tuple[list[str], NDArray[np.int64]]:
 def read_routing(path: Path, num_experts: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """``topk_idx`` [N, k] and ``topk_weights`` [N, k] float32 of a ``.npz``; missing weights are all ones."""
     try:
-        with np.load(path, allow_pickle=False) as saved:
-            arrays = {name: saved[name] for name in saved.files}
-    except (OSError, ValueError) as error:
+        with path.open("rb") as file:
+            saved = np.load(file, allow_pickle=False)
+            if not isinstance(saved, np.lib.npyio.NpzFile):
+                raise ContractError(f"{path} is one array, as .npy: save it with np.savez, as topk_idx [N, k]")
+            with saved:
+                arrays = {name: saved[name] for name in saved.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, ContractError):
+            raise
         raise ContractError(f"cannot read {path} as .npz: {error}") from error
     if "topk_idx" not in arrays:
         raise ContractError(
@@ -53,6 +60,8 @@ def read_routing(path: Path, num_experts: int) -> tuple[NDArray[np.int64], NDArr
         raise ContractError(
             f"{path}: topk_weights is {weights.dtype} {list(weights.shape)}; it must be floats {list(idx.shape)}"
         )
+    if not np.isfinite(weights).all():
+        raise ContractError(f"{path}: topk_weights has values that are not finite, so no result could be compared")
     if idx.min() < -1 or idx.max() >= num_experts:
         raise ContractError(
             f"{path}: topk_idx spans {idx.min()} … {idx.max()}, but there are {num_experts} experts (ids 0 … "
