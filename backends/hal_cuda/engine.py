@@ -105,7 +105,10 @@ class CudaEngine:
         self._window = session.memory(self.place.total)
         self._fixed = spec.schedule == "latency"
         self._slots = Slots(self.library, spec.num_buffers, ahead=self._fixed)
-        self._faults = Faults(self.library, session.device, session.watch)
+        local = range(self.local_experts)
+        experts = [rank * self.local_experts + e for rank in session.ranks for e in local]
+        all_experts = session.run_size * self.local_experts
+        self._faults = Faults(self.library, session.device, session.watch, session.ranks, experts, all_experts)
         self._allocator = Allocator(self.library, session.device, self.device)
         self.tuning = session.tuning(spec, self._push)
         self._state_memory = int(self.library.value("malloc", c_uint64, session.device, self.library.state_bytes, 0))

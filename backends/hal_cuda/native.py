@@ -12,7 +12,7 @@ from typing import Any
 from hal.errors import BackendUnavailable, HalError
 from hal_cuda import build, nccl
 
-ABI = 2
+ABI = 3
 SEND, RECV = 1, 2
 PUT, SIGNAL, WAIT, QUIET, PUT_VALUE, ARRIVE, AWAIT = range(7)
 MAX_OPS = 48
@@ -171,6 +171,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "combine": (c_void_p, c_void_p, c_uint64),
     "hosts_dispatch": (c_void_p, c_void_p, c_void_p, c_uint64),
     "hosts_combine": (c_void_p, c_void_p, c_void_p, c_uint64),
+    "renumber": (c_int, c_uint64, c_int, c_int64, c_uint64, c_int, c_uint64, c_uint64),
+    "move_rows": (c_int, c_uint64, c_uint64, c_uint64, c_uint64, c_int64, c_uint64, c_uint64),
     "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
     "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "play": (c_void_p, c_void_p, c_void_p, c_uint64),

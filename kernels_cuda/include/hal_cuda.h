@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define HAL_CUDA_ABI 2
+#define HAL_CUDA_ABI 3
 
 /* What a kernel that could not go on leaves in pinned memory; the first to fail writes it. */
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
@@ -250,6 +250,14 @@ int hal_cuda_hosts_dispatch(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, 
                             uint64_t stream);
 int hal_cuda_hosts_combine(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, const hal_cuda_combine_args* args,
                            uint64_t stream);
+/* `out` gets numbers[id] for each of `count` ids (int32, or int64) that is an expert's, 0 to experts - 1, and the id itself
+ * for any other. `numbers` are int32. All in device memory. */
+int hal_cuda_renumber(int device, uint64_t ids, int ids_are_64, int64_t count, uint64_t numbers, int experts,
+                      uint64_t out, uint64_t stream);
+/* Row from[i] of `source` goes to row to[i] of `target`, for i below `rows`; int32 in device memory, 0 = row i itself,
+ * negative = nowhere. `row_bytes` is a multiple of 4. */
+int hal_cuda_move_rows(int device, uint64_t source, uint64_t target, uint64_t from, uint64_t to, int64_t rows,
+                       uint64_t row_bytes, uint64_t stream);
 int hal_cuda_state_bytes(void);
 /* Bounded host wait for *word >> 32 == sequence; 0 and *value, 1 when time is up, 2 when `error` was claimed. */
 int hal_cuda_await_rows(const uint64_t* word, uint32_t sequence, const hal_cuda_error* error, double seconds,

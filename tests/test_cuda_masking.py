@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What on_peer_loss="mask" has of its own on the CUDA backend (emulated GPUs); tests/test_masking.py has the rest."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hal_cuda.patience import Patience
+from hal_cuda.probe import probe_emulator
+from losing_a_rank import lose_a_rank
+from masking_rounds import inputs, judge, round_of, spec_of
+
+import hal
+from hal.errors import CapacityError
+
+if not probe_emulator().usable:
+    pytest.skip(probe_emulator().reason, allow_module_level=True)
+
+PATIENT = 30.0
+
+
+def spawn(ranks: int, body: Any) -> list[Any]:
+    return hal.spawn(ranks, body, backend="cuda", transport="gin_emulated", timeout=PATIENT)
+
+
+def test_torch_tensors_go_on_without_a_killed_process(run_ranks, tmp_path):
+    """The same script as on GPUs (tests/cuda/test_losing_a_rank.py)."""
+    pytest.importorskip("torch")
+    lose_a_rank(run_ranks, tmp_path, 3, "expert", "latency", "gin_emulated", "cpu")
+
+
+@pytest.mark.parametrize("combine", ["pull", "push"])
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+def test_combines_by_reading_and_by_writing_go_on(monkeypatch, layout, combine):
+    monkeypatch.setenv("HAL_CUDA_COMBINE", combine)
+
+    def body(comm: hal.Communicator) -> list[Any]:
+        ep, rounds = comm.expert_parallel(spec_of(3, layout=layout)), []
+        for number in range(4):
+            if (comm.rank, number) == (0, 1):
+                tokens = inputs(ep.spec, 3, number)
+                ep.dispatch(tokens.x[0], tokens.topk_idx[0], tokens.topk_weights[0])
+                return rounds
+            rounds.append(round_of(ep, number))
+        return rounds
+
+    masks = judge(spec_of(3, layout=layout), 3, dict(enumerate(spawn(3, body))))
+    assert masks == [((), ()), ((), (0,)), *[((0,), (0,))] * 2]
+
+
+def test_what_is_refused_is_the_same_before_a_loss_and_after_it():
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(3, num_buffers=2))
+        tokens = np.ones((2, 16), np.float32), np.array([[0, 4, 8]] * 2)
+        for number in range(2):
+            if (comm.rank, number) == (1, 1):
+                return
+            sent = ep.dispatch_send(*tokens)
+            with pytest.raises(CapacityError, match="receive an earlier dispatch first"):
+                ep.dispatch_send(*tokens)
+            out = ep.dispatch_recv(sent)
+            assert np.array(out.x).shape[0] > 0
+        assert ep.masked_ranks == (1,)
+
+    spawn(3, body)
+
+
+def test_experts_may_write_where_expert_output_says_also_after_a_loss():
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(2, top_k=2))
+        tokens = np.ones((2, 16), np.float32), np.array([[0, 3]] * 2)
+        out = ep.dispatch(*tokens)
+        rows = np.asarray(ep.expert_output(out.handle, out.x))
+        rows[...] = np.asarray(out.x) * 3
+        if comm.rank == 1:
+            return
+        assert np.array_equal(ep.combine(rows, out.handle), tokens[0] * 3)
+        assert ep.masked_ranks == (1,)
+
+    spawn(2, body)
+
+
+def test_patience_ends_what_lasts_too_long_and_nothing_else():
+    calls: list[str] = []
+    patience = Patience("test", lambda: calls.append("ended"), lambda: calls.append("went on"))
+    with patience.lasting(PATIENT):
+        pass
+    assert calls == []
+    with patience.lasting(0.1):
+        limit = time.monotonic() + PATIENT
+        while not calls and time.monotonic() < limit:
+            time.sleep(0.01)
+    assert calls == ["ended", "went on"]
+    with pytest.raises(ValueError, match="made up"), patience.lasting(PATIENT):
+        raise ValueError("made up")
+    assert len(calls) == 2
+    patience.close()
