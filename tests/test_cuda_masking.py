@@ -83,6 +83,32 @@ def test_experts_may_write_where_expert_output_says_also_after_a_loss():
     spawn(2, body)
 
 
+def test_the_memory_of_a_view_is_given_back_when_no_row_is_referred_to():
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(4, num_buffers=3))
+        tokens = np.ones((2, 16), np.float32), np.array([[0, 4, 8]] * 2)
+        first = ep.dispatch(*tokens)
+        before = np.array(first.x)
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        second = ep.dispatch(*tokens)
+        assert ep.masked_ranks == (1,)
+        assert [view.ranks for view in ep._engine._left] == [(0, 1, 2, 3)], "its rows are referred to"
+        assert np.array_equal(first.x, before)
+        del first
+        comm.barrier()
+        if comm.rank == 2:
+            return
+        again = np.array(second.x)
+        ep.dispatch(*tokens)
+        assert ep.masked_ranks == (1, 2)
+        assert [view.ranks for view in ep._engine._left] == [(0, 2, 3)]
+        assert np.array_equal(second.x, again)
+
+    spawn(4, body)
+
+
 def test_patience_ends_what_lasts_too_long_and_nothing_else():
     calls: list[str] = []
     patience = Patience("test", lambda: calls.append("ended"), lambda: calls.append("went on"))

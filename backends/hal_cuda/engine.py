@@ -632,6 +632,18 @@ class CudaEngine:
         if self._slots.any_held():
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
+        self._free()
+
+    def give_back(self) -> bool:
+        """After the session of a view was aborted, when no launch of this rank is left: the memory, unless arrays still view
+        the window. Whether it was given back."""
+        if self._slots.any_held():
+            return False
+        self._window.free(self._session.device)
+        self._free()
+        return True
+
+    def _free(self) -> None:
         for memory in (self._state_memory, self._scratch):
             self.library.free(self._session.device, memory, 0)
         self._faults.close()

@@ -50,6 +50,8 @@ class CudaMaskingEngine(Views[View]):
         self.device = base.device_name
         self._allocator = Allocator(base.library, base.device, base.device_name)
         self._in_flight = 0
+        self._stream = base.new_stream()
+        self._left: list[View] = []
         self._patience = Patience(f"hal-patience-{base.rank}", self._give_up, self._go_on)
         try:
             super().__init__(agreement, spec)
@@ -172,6 +174,7 @@ class CudaMaskingEngine(Views[View]):
         """The view's session ends with the communicator: NCCL wants all ranks for that."""
         self._patience.close()
         self._engine.engine.close()
+        self._give_back()
 
     # --- what is refused -------------------------------------------------------------------------------------------
 
@@ -249,16 +252,24 @@ class CudaMaskingEngine(Views[View]):
         if view.session in self._base.views:
             self._base.views.remove(view.session)
             view.leave()
+            self._left.append(view)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """The memory of views that were left, where no array of theirs is referred to."""
+        self._left = [view for view in self._left if not view.engine.give_back()]
 
     def _open(self, window: int, members: Members) -> View:
         """On a thread of its own, since neither NCCL nor a device takes a time limit for what is made here."""
-        meeting = Meeting(self._session, self._bootstrap, window, members, self._timeout)
+        # Nobody is lost yet in the first, and making it is part of the communicator's set-up.
+        timeout = self._timeout if members.view else max(self._timeout, self._session.config.timeout)
+        meeting = Meeting(self._session, self._bootstrap, window, members, timeout)
         made: Future[View] = Future()
 
         def make() -> None:
             try:
                 ends = Ends(self._session, window, members, self._timeout)
-                view = View(self._base, self.spec, meeting, ends)
+                view = View(self._base, self.spec, meeting, ends, self._stream)
             except BaseException as error:
                 with suppress(InvalidStateError):
                     made.set_exception(error)
@@ -320,7 +331,7 @@ class CudaMaskingEngine(Views[View]):
     # --- copies ----------------------------------------------------------------------------------------------------
 
     def _on(self, stream: int | None) -> int:
-        return self._base.stream if stream is None else stream
+        return self._stream if stream is None else stream
 
     def _copied(self, array: Buffer | None, like: Buffer, stream: int | None) -> Buffer | None:
         return None if array is None else self._copy(array, stream)

@@ -167,6 +167,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gin_create": (c_void_p, c_void_p, c_void_p, c_void_p),
     "window_create": (c_void_p, c_uint64, c_void_p),
     "window_destroy": (c_void_p, c_void_p),
+    "window_free": (c_void_p, c_int, c_void_p),
     "dispatch": (c_void_p, c_void_p, c_uint64),
     "combine": (c_void_p, c_void_p, c_uint64),
     "hosts_dispatch": (c_void_p, c_void_p, c_void_p, c_uint64),

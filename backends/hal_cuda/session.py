@@ -72,6 +72,10 @@ class SymmetricMemory:
     def destroy(self) -> None:
         self._library.window_destroy(self._comm, byref(self.record))
 
+    def free(self, device: int) -> None:
+        """The same once the communicator was aborted."""
+        self._library.window_free(self._comm, device, byref(self.record))
+
 
 class View:
     """Owner of an array over a window."""
@@ -124,7 +128,8 @@ class CudaSession:
         """Of the ExpertParallels that mask lost ranks; they end with this session."""
         self._failed = self._closed = False
         self._barriers = [0] * self.world_size
-        self.stream = int(library.value("stream_create", c_uint64, self.device))
+        self._streams: list[int] = []
+        self.stream = self.new_stream()
         # Signal slots, one barrier slot for each peer, and the words that end waits, each on a line of its own.
         self.control = self._symmetric((config.signal_slots + self.world_size + 1) * _LINE)
         self.abort_words = self.control.at(self.rank, (config.signal_slots + self.world_size) * _LINE)
@@ -267,13 +272,19 @@ class CudaSession:
 
     # --- going on without a lost rank ----------------------------------------------------------------------------
 
-    def among(self, bootstrap: Bootstrap, nodes: int) -> CudaSession:
+    def among(self, bootstrap: Bootstrap, nodes: int, stream: int) -> CudaSession:
         """Collective among the ranks of ``bootstrap``: a session of these alone, which shares nothing with this one but the
-        GPU. ``nodes``: how they sum (topology.nodes)."""
+        GPU. ``nodes``: how they sum (topology.nodes). ``stream`` outlives it, for arrays may."""
         config = replace(self.config, signal_slots=1, topology=replace(self.config.topology, nodes=nodes))
         session = self._join(config, bootstrap)
-        session.of_a_view = True
+        self.library.stream_destroy(self.device, session._streams.pop())
+        session.stream, session.of_a_view = stream, True
         return session
+
+    def new_stream(self) -> int:
+        """One that ends with this session."""
+        self._streams.append(int(self.library.value("stream_create", c_uint64, self.device)))
+        return self._streams[-1]
 
     def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
         comm = create_communicator(self.library, bootstrap, self.device)
@@ -367,7 +378,8 @@ class CudaSession:
                     if not memory.in_use:
                         memory.destroy()
             self.library.comm_destroy(self._comm, int(self._failed))
-            self.library.stream_destroy(self.device, self.stream)
+            for stream in self._streams:
+                self.library.stream_destroy(self.device, stream)
         self.faults.close()
 
     def _close_views(self) -> None:

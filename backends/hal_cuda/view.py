@@ -63,15 +63,20 @@ class _Uploaded:
 class View:
     """Dispatch and combine of one view."""
 
-    def __init__(self, base: CudaSession, spec: ExpertParallelSpec, meeting: Meeting, ends: Ends) -> None:
-        """Collective among the members, who are those of ``meeting``. ``base`` is the communicator's session."""
+    def __init__(
+        self, base: CudaSession, spec: ExpertParallelSpec, meeting: Meeting, ends: Ends, stream: int
+    ) -> None:
+        """Collective among the members, who are those of ``meeting``. ``base`` is the communicator's session; ``stream`` is for
+        callers that have none."""
         self.ranks, self.ends = tuple(meeting.ranks), ends
         self._all, self._spec = base.world_size, spec
         self._local = spec.num_experts // self._all
         self._whole = len(self.ranks) == self._all
         self._fixed = spec.schedule == "latency"
         nodes = base.config.topology.nodes
-        self.session = base.among(meeting, len(self.ranks) if nodes == self._all else 1 if not self._whole else nodes)
+        if not self._whole:
+            nodes = len(self.ranks) if nodes == self._all else 1
+        self.session = base.among(meeting, nodes, stream)
         self._library, self._device = base.library, base.device
         try:
             self.engine = self._make_engine()
@@ -329,11 +334,11 @@ class View:
 
     def _upload(self, numbers: Rows) -> _Uploaded:
         numbers = np.ascontiguousarray(numbers)
-        stream = self.session.stream
-        memory = self._allocator.empty(None, (max(numbers.size, 1),), "int32", stream)
+        on = self.session.stream
+        memory = self._allocator.empty(None, (max(numbers.size, 1),), "int32", on)
         if numbers.size:
-            self._library.copy(self._device, memory.ptr, numbers.ctypes.data, numbers.nbytes, stream)
-        self._library.stream_sync(self._device, stream)
+            self._library.copy(self._device, memory.ptr, numbers.ctypes.data, numbers.nbytes, on)
+        self._library.stream_sync(self._device, on)
         return _Uploaded(memory, numbers.size)
 
     def _download(self, ptr: int, shape: tuple[int, ...], on: int) -> Rows:

@@ -243,6 +243,9 @@ int hal_cuda_comm_destroy(void* comm, int abort);
 int hal_cuda_gin_create(void* comm, const hal_cuda_gin_needs* needs, hal_cuda_gin* out, hal_cuda_gin_properties* got);
 int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out);
 int hal_cuda_window_destroy(void* comm, hal_cuda_window* window);
+/* This rank's memory of a window whose communicator was destroyed with `abort`. Nothing here uses it any more; what peers
+ * still write to it reaches nobody. */
+int hal_cuda_window_free(void* comm, int device, hal_cuda_window* window);
 
 int hal_cuda_dispatch(const hal_cuda_ep* ep, const hal_cuda_dispatch_args* args, uint64_t stream);
 int hal_cuda_combine(const hal_cuda_ep* ep, const hal_cuda_combine_args* args, uint64_t stream);
