@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hal_cuda import native
+from hal_cuda.faults import Faults
 from hal_cuda.patience import Patience
 from hal_cuda.probe import probe_emulator
+from hal_cuda.watch import Watch
 from losing_a_rank import lose_a_rank
 from masking_rounds import inputs, judge, round_of, spec_of
 
 import hal
-from hal.errors import CapacityError
+from hal.errors import CapacityError, ContractError, PeerTimeout
 
 if not probe_emulator().usable:
     pytest.skip(probe_emulator().reason, allow_module_level=True)
@@ -83,6 +86,24 @@ def test_experts_may_write_where_expert_output_says_also_after_a_loss():
     spawn(2, body)
 
 
+def test_words_between_those_that_are_left_go_on_after_a_wait_in_vain():
+    def body(comm: hal.Communicator) -> None:
+        comm.expert_parallel(spec_of(3))
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        for _ in range(2):  # the first while rank 1 leaves, perhaps; the second when it has left
+            with pytest.raises(PeerTimeout, match="rank 1: it closed its communicator") as raised:
+                comm.wait(0, 1, source=1)
+            assert raised.value.rank == 1
+        other = 2 - comm.rank
+        comm.queue(0).signal(1, other, 7)
+        assert comm.wait(1, 7, source=other) == 7
+        comm.barrier()
+
+    spawn(3, body)
+
+
 def test_the_memory_of_a_view_is_given_back_when_no_row_is_referred_to():
     def body(comm: hal.Communicator) -> None:
         ep = comm.expert_parallel(spec_of(4, num_buffers=3))
@@ -107,6 +128,24 @@ def test_the_memory_of_a_view_is_given_back_when_no_row_is_referred_to():
         assert np.array_equal(second.x, again)
 
     spawn(4, body)
+
+
+def test_kernels_report_in_the_numbers_of_the_run():
+    """A view of ranks 0, 2 and 3 of 4 with 2 experts each: its rank 1 is rank 2, its expert 4 is expert 6."""
+    watch = Watch(0, [None] * 3, lambda failed, closed: None)
+    faults = Faults(native.load_emulated(), 0, watch, (0, 2, 3), [0, 1, 4, 5, 6, 7], 8)
+    record = faults.record
+    record.kind, record.rank, record.token, record.expert, record.detail = native.BAD_INPUT, 1, 3, 4, native.BAD_DUPLICATE
+    with pytest.raises(ContractError, match="token 3 names expert 6 twice"):
+        faults.check(1.0)
+    record.kind, record.rank, record.token, record.expert, record.detail = native.BAD_INPUT, 1, 3, 9, native.BAD_ID
+    with pytest.raises(ContractError, match="token 3 names expert 9, but expert ids are 0 … 7"):
+        faults.check(1.0)
+    record.kind, record.rank, record.stage = native.TIMEOUT, 1, native.STAGES.index("dispatch rows")
+    with pytest.raises(PeerTimeout, match="rank 2: no answer in stage 'dispatch rows'"):
+        faults.check(1.0)
+    faults.close()
+    watch.close()
 
 
 def test_patience_ends_what_lasts_too_long_and_nothing_else():
