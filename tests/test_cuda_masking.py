@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hal_cuda import native
 from hal_cuda.faults import Faults
+from hal_cuda.meeting import Meeting, Words
 from hal_cuda.patience import Patience
 from hal_cuda.probe import probe_emulator
 from hal_cuda.watch import Watch
+from hal_host._engine import Members
 from losing_a_rank import lose_a_rank
 from masking_rounds import inputs, judge, round_of, spec_of
 
@@ -128,6 +130,39 @@ def test_the_memory_of_a_view_is_given_back_when_no_row_is_referred_to():
         assert np.array_equal(second.x, again)
 
     spawn(4, body)
+
+
+def test_hosts_meet_in_each_view_by_its_own_numbers():
+    def body(comm: hal.Communicator) -> None:
+        session, nbytes = comm._session, Words(3).total
+        session.transport.mask_lost_ranks()
+        session.masking = True
+        window = session.allocate(nbytes)
+        everyone = Meeting(session, comm._bootstrap, window, Members(), PATIENT)
+        for number in range(40):
+            assert everyone.all_gather([comm.rank, number]) == [[rank, number] for rank in range(3)]
+        assert everyone.all_gather(bytes([comm.rank])) == [b"\0", b"\1", b"\2"]
+        with pytest.raises(CapacityError, match="bytes told in 'a book'"):
+            everyone.all_gather("x" * 5000, "a book")
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        with pytest.raises(PeerTimeout, match="rank 1: (closed its|the others go on without)"):
+            everyone.all_gather(None, "alone")
+        members = session.transport.leave_out(0, 1)
+        later, _ = session.transport.renew(window, members, nbytes, 0, PATIENT)
+        two = Meeting(session, comm._bootstrap, later, members, PATIENT)
+        assert (two.rank, two.world_size, list(two.ranks)) == (comm.rank // 2, 2, [0, 2])
+        two.agree("their settings", {"name": "same"})
+        with pytest.raises(ContractError, match="rank 1 has name=2 where rank 0 has 0"):
+            two.agree("their settings", {"name": comm.rank})
+        comm.barrier()
+        if comm.rank == 0:
+            return
+        with pytest.raises(PeerTimeout, match="rank 0: closed its communicator in stage 'last'"):
+            two.all_gather(None, "last")
+
+    hal.spawn(3, body, timeout=PATIENT)
 
 
 def test_kernels_report_in_the_numbers_of_the_run():

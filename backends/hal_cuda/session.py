@@ -366,7 +366,7 @@ class CudaSession:
             try:
                 self._bootstrap.all_gather(None, "closing", _CLOSE_SECONDS)
             except (HalError, ContractError):
-                self._failed = self.of_a_view  # without the others NCCL only aborts it
+                self._failed = self.of_a_view or self.masking  # some may have gone on without: NCCL only aborts it then
         self._failed = self.failed or (self.masking and self.watch.lost is not None)
         self.watch.close()
         self._notices.close()  # what it still writes lies in a window that is freed below
