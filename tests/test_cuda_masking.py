@@ -19,6 +19,7 @@ from losing_a_rank import lose_a_rank
 from masking_rounds import inputs, judge, round_of, spec_of
 
 import hal
+from hal.arrays import as_buffer
 from hal.errors import CapacityError, ContractError, PeerTimeout
 
 if not probe_emulator().usable:
@@ -132,6 +133,33 @@ def test_the_memory_of_a_view_is_given_back_when_no_row_is_referred_to():
     spawn(4, body)
 
 
+def test_ids_in_device_memory_are_refused_in_the_numbers_of_the_run():
+    """Past the interface's own look at ids, which device memory does not get."""
+
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(4))
+        good = [[0, 5, 9]] * 4
+        ep.dispatch(np.ones((4, 16), np.float32), np.array(good))
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        x, weights = as_buffer(np.ones((4, 16), np.float32)), as_buffer(np.ones((4, 3), np.float32))
+
+        def dispatch(row: list[int], dtype: type) -> Any:
+            ids = np.array([*good[:2], row, *good[:1]], dtype)
+            return ep._engine.dispatch(x, as_buffer(ids), weights, None, None, None)
+
+        bad = [([0, 12, 3], "names expert 12, but"), ([10, 7, 10], "expert 10 twice"), ([4, 7, 4], "expert 4 twice")]
+        for dtype in (np.int32, np.int64):
+            for row, words in bad:
+                if comm.rank == 3:
+                    with pytest.raises(ContractError, match=f"token 2 .*{words}"):
+                        dispatch(row, dtype)
+            assert dispatch(good[0], dtype).masked_ranks == (1,)
+
+    spawn(4, body)
+
+
 def test_hosts_meet_in_each_view_by_its_own_numbers():
     def body(comm: hal.Communicator) -> None:
         session, nbytes = comm._session, Words(3).total
@@ -147,7 +175,7 @@ def test_hosts_meet_in_each_view_by_its_own_numbers():
         comm.barrier()
         if comm.rank == 1:
             return
-        with pytest.raises(PeerTimeout, match="rank 1: (closed its|the others go on without)"):
+        with pytest.raises(PeerTimeout, match=r"rank 1: (closed its|the others go on without)"):
             everyone.all_gather(None, "alone")
         members = session.transport.leave_out(0, 1)
         later, _ = session.transport.renew(window, members, nbytes, 0, PATIENT)

@@ -62,7 +62,9 @@ class Faults:
         copy = native.Error.from_buffer_copy(record)
         self.forget()
         copy.rank = self._ranks[copy.rank]
-        if copy.detail == native.BAD_DUPLICATE and copy.token >= 0:
+        if copy.detail == native.BAD_ID and copy.expert < native.LOST_TWICE + self._all_experts:
+            copy.detail, copy.expert = native.BAD_DUPLICATE, copy.expert - native.LOST_TWICE
+        elif copy.detail == native.BAD_DUPLICATE and copy.token >= 0:
             copy.expert = self._experts[copy.expert]
         raise _refusal(copy, self._all_experts)
 

@@ -154,8 +154,9 @@ class View:
     def _renumbered(self, ids: Buffer, numbers: _Uploaded, like: Buffer, stream: int | None) -> Buffer:
         on = self.engine._on(stream)
         out = self._allocator.empty(like.owner, ids.shape, ids.dtype, on)
-        count, wide = ids.shape[0] * ids.shape[1], int(ids.dtype == "int64")
-        self._library.renumber(self._device, ids.ptr, wide, count, numbers.memory.ptr, numbers.count, out.ptr, on)
+        count, wide, topk = ids.shape[0] * ids.shape[1], int(ids.dtype == "int64"), ids.shape[1]
+        numbered = (numbers.memory.ptr, numbers.count)
+        self._library.renumber(self._device, ids.ptr, wide, count, topk, *numbered, out.ptr, on)
         return out
 
     def _ids_of(self, routing: Routing, like: Buffer, stream: int | None) -> Buffer:

@@ -253,9 +253,11 @@ int hal_cuda_hosts_dispatch(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, 
                             uint64_t stream);
 int hal_cuda_hosts_combine(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, const hal_cuda_combine_args* args,
                            uint64_t stream);
-/* `out` gets numbers[id] for each of `count` ids (int32, or int64) that is an expert's, 0 to experts - 1, and the id itself
- * for any other. `numbers` are int32. All in device memory. */
-int hal_cuda_renumber(int device, uint64_t ids, int ids_are_64, int64_t count, uint64_t numbers, int experts,
+/* `out` gets numbers[id] for each of `count` ids (int32, or int64; `topk` a token) that is an expert's, 0 to experts - 1, and
+ * the id itself for any other; but LOST_TWICE + id where a token names an expert again whose number is -1. `numbers` are
+ * int32. All in device memory. */
+enum { HAL_CUDA_LOST_TWICE = INT32_MIN };
+int hal_cuda_renumber(int device, uint64_t ids, int ids_are_64, int64_t count, int topk, uint64_t numbers, int experts,
                       uint64_t out, uint64_t stream);
 /* Row from[i] of `source` goes to row to[i] of `target`, for i below `rows`; int32 in device memory, 0 = row i itself,
  * negative = nowhere. `row_bytes` is a multiple of 4. */

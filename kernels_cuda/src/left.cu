@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What happens around dispatch and combine once a rank is lost (on_peer_loss = mask): expert ids as the ranks that are left
 // number them, and rows put where the caller has them. Those kernels themselves know nothing of lost ranks.
+#include "hal_cuda.h"
 #include "launch.cuh"
 
 namespace hal::cuda {
@@ -13,22 +14,27 @@ int blocks_for(std::int64_t units, int of_block) {
     return static_cast<int>(blocks < kMostBlocks ? blocks : kMostBlocks);
 }
 
-// An id that is no expert's stays what it is, so that dispatch finds and refuses it.
+// An id that is no expert's stays what it is, so that dispatch finds and refuses it. So must it find an expert that a token
+// names twice, also one that is lost, of which nothing would be left: the second becomes an id that nobody gives.
 template <class Id>
-__global__ void renumber_kernel(const Id* ids, std::int64_t count, const std::int32_t* numbers, std::int64_t experts,
-                                Id* out) {
+__global__ void renumber_kernel(const Id* ids, std::int64_t count, int topk, const std::int32_t* numbers,
+                                std::int64_t experts, Id* out) {
     const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
     for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
         const Id id = ids[i];
-        out[i] = id >= 0 && id < experts ? static_cast<Id>(numbers[id]) : id;
+        Id number = id >= 0 && id < experts ? static_cast<Id>(numbers[id]) : id;
+        if (number == -1 && id != -1)
+            for (std::int64_t j = i - i % topk; j < i; ++j)
+                if (ids[j] == id) number = static_cast<Id>(HAL_CUDA_LOST_TWICE) + id;
+        out[i] = number;
     }
 }
 
 template <class Id>
-int renumber(int device, std::uint64_t ids, std::int64_t count, std::uint64_t numbers, int experts, std::uint64_t out,
-             std::uint64_t stream) {
+int renumber(int device, std::uint64_t ids, std::int64_t count, int topk, std::uint64_t numbers, int experts,
+             std::uint64_t out, std::uint64_t stream) {
     return launch(renumber_kernel<Id>, device, blocks_for(count, kThreads), kThreads, 0, stream, "renumber",
-                  reinterpret_cast<const Id*>(ids), count, reinterpret_cast<const std::int32_t*>(numbers),
+                  reinterpret_cast<const Id*>(ids), count, topk, reinterpret_cast<const std::int32_t*>(numbers),
                   static_cast<std::int64_t>(experts), reinterpret_cast<Id*>(out));
 }
 
@@ -59,12 +65,12 @@ int move_rows(int device, std::uint64_t source, std::uint64_t target, std::uint6
 }  // namespace
 }  // namespace hal::cuda
 
-extern "C" int hal_cuda_renumber(int device, std::uint64_t ids, int ids_are_64, std::int64_t count,
+extern "C" int hal_cuda_renumber(int device, std::uint64_t ids, int ids_are_64, std::int64_t count, int topk,
                                  std::uint64_t numbers, int experts, std::uint64_t out, std::uint64_t stream) {
     using namespace hal::cuda;
     if (count == 0) return 0;
-    return ids_are_64 != 0 ? renumber<std::int64_t>(device, ids, count, numbers, experts, out, stream)
-                           : renumber<std::int32_t>(device, ids, count, numbers, experts, out, stream);
+    return ids_are_64 != 0 ? renumber<std::int64_t>(device, ids, count, topk, numbers, experts, out, stream)
+                           : renumber<std::int32_t>(device, ids, count, topk, numbers, experts, out, stream);
 }
 
 extern "C" int hal_cuda_move_rows(int device, std::uint64_t source, std::uint64_t target, std::uint64_t from,
