@@ -16,7 +16,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +171,8 @@ class Bootstrap:
     def __init__(self, run: Run, timeout: float) -> None:
         """Collective. PeerTimeout lists the ranks that did not come; ContractError says why this one was refused."""
         self.rank, self.world_size, self.timeout, self.run = run.rank, run.world_size, timeout, run
+        self.ranks: Sequence[int] = range(run.world_size)
+        """Of the run, those that meet here."""
         self._socket: socket.socket | None = None
         self._server: Server | None = None
         self._received = bytearray()
@@ -194,15 +196,15 @@ class Bootstrap:
 
     def all_gather(self, value: Any, what: str = "all_gather", timeout: float | None = None) -> list[Any]:
         """Every rank's ``value`` (bytes, or what JSON can say), in rank order. ``what`` must agree between ranks."""
-        packed = {"b": base64.b64encode(value).decode()} if isinstance(value, bytes) else {"j": value}
+        packed = pack(value)
         if self.world_size == 1:
-            return [_unpack(json.loads(json.dumps(packed)))]  # as a peer would see it
+            return [unpack(json.loads(json.dumps(packed)))]  # as a peer would see it
         number, self._gathers = self._gathers, self._gathers + 1
         self._started = time.monotonic()
         self._send({"gather": number, "what": what, "value": packed})
         deadline = self._started + (self.timeout if timeout is None else timeout)
         reply = self._reply("gathered", number, what, deadline)
-        return [_unpack(packed) for packed in reply["values"]]
+        return [unpack(packed) for packed in reply["values"]]
 
     def barrier(self, timeout: float | None = None) -> None:
         """Returns once every rank has called it."""
@@ -314,7 +316,12 @@ class Bootstrap:
         return PeerTimeout(rank, stage, expected=self.world_size, seen=present, seconds=seconds, reason=reason)
 
 
-def _unpack(packed: dict[str, Any]) -> Any:
+def pack(value: Any) -> dict[str, Any]:
+    """``value`` (bytes, or what JSON can say) as JSON can say it."""
+    return {"b": base64.b64encode(value).decode()} if isinstance(value, bytes) else {"j": value}
+
+
+def unpack(packed: dict[str, Any]) -> Any:
     return base64.b64decode(packed["b"]) if "b" in packed else packed["j"]
 
 

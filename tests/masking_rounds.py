@@ -5,6 +5,7 @@ known from its rank and the round alone, and each result says which ranks it wen
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -39,25 +40,33 @@ def expert_rows(rank: int, number: int, received: Any) -> Any:
 PLANES = ("x", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets")
 
 
-def round_of(ep: hal.ExpertParallel, number: int, *, halves: bool = False) -> dict[str, Any]:
-    """One dispatch and its combine on this rank. With ``halves`` inputs are overwritten between the halves."""
+def round_of(ep: hal.ExpertParallel, number: int, *, halves: bool = False, device: str | None = None) -> dict[str, Any]:
+    """One dispatch and its combine on this rank. With ``halves`` inputs are overwritten between the halves. The arrays are
+    NumPy's, or torch's on ``device``."""
+
+    def place(array: Any) -> Any:
+        return array if device is None else sys.modules["torch"].from_numpy(np.ascontiguousarray(array)).to(device)
+
+    def fetch(array: Any) -> Any:
+        return np.array(array if device is None else array.cpu())
+
     tokens = inputs(ep.spec, ep.world_size, number)
-    x, idx, weights = (getattr(tokens, name)[ep.rank] for name in ("x", "topk_idx", "topk_weights"))
+    x, idx, weights = (place(getattr(tokens, name)[ep.rank]) for name in ("x", "topk_idx", "topk_weights"))
     if halves:
         sent = ep.dispatch_send(x, idx, weights)
         x[...], weights[...] = -1, -1
         out = ep.dispatch_recv(sent)
     else:
         out = ep.dispatch(x, idx, weights)
-    got = {name: None if getattr(out, name) is None else np.array(getattr(out, name)) for name in PLANES}
+    got = {name: None if getattr(out, name) is None else fetch(getattr(out, name)) for name in PLANES}
     got["dispatch masked"] = out.masked_ranks
-    rows = expert_rows(ep.rank, number, out.x)
+    rows = place(expert_rows(ep.rank, number, fetch(out.x)))
     if halves:
         pending = ep.combine_send(rows, out.handle)
         rows[...] = -1
-        got["y"] = np.array(ep.combine_recv(pending))
+        got["y"] = fetch(ep.combine_recv(pending))
     else:
-        got["y"] = np.array(ep.combine(rows, out.handle))
+        got["y"] = fetch(ep.combine(rows, out.handle))
     got["combine masked"] = ep.masked_ranks
     return got
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hal_cuda.probe import probe_emulator
 
 from hal.cli import main
 from hal.cli.demo import _judge
@@ -49,6 +50,14 @@ def test_the_demo_goes_on_when_a_rank_is_killed(layout: str) -> None:
     assert "goes on without rank 3, which has ended (view 1)" in done.stdout + done.stderr
     rows = [int(row[2]) for row in rows_of(done.stdout)]
     assert rows[2] < 0.8 * rows[0], "a fourth of the tokens and of the experts are gone"
+
+
+def test_the_demo_goes_on_with_emulated_gpus_when_a_rank_is_killed() -> None:
+    if not probe_emulator().usable:
+        pytest.skip(probe_emulator().reason)
+    done = demo("on_peer_loss=mask", "backend=cuda", "transport=gin_emulated", "--layers", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 3 was killed between dispatch and combine of layer 1; the others went on" in done.stdout
 
 
 def test_the_demo_kills_nobody_if_nobody_would_be_left() -> None:

@@ -7,22 +7,54 @@ import logging
 import os
 import socket
 import threading
-import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hal_cuda.emulated import ONE_DOMAIN
+from hal_cuda.probe import probe_emulator
 from hal_host.passing import Passing
+from kernel_ranks import random_rows, same_bits
 from masking_rounds import Record, expert_rows, inputs, judge, round_of, spec_of
 
 import hal
 from hal import reference
+from hal.config import TopologyConfig
 from hal.errors import ContractError, HalError, PeerTimeout, RankMasked
 
 PATIENT = 30.0
 """Seconds; where no wait should end by the time limit."""
 SCHEDULES = ("direct", "hierarchical", "latency")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the ranks run on."""
+
+    name: str
+    connection: dict[str, str]
+
+    def nodes(self, ranks: int) -> int:
+        """With which schedule hierarchical sums. On one NVLink domain that is by rank."""
+        return ranks if self.name == "cuda" else 2
+
+    def spawn(self, ranks: int, body: Callable[..., Any], nodes: int = 1) -> list[Any]:
+        return hal.spawn(ranks, body, **self.connection, timeout=PATIENT, topology={"nodes": nodes})
+
+
+HOST = Target("host", {})
+CUDA = Target("cuda", {"backend": "cuda", "transport": "gin_emulated"})
+
+
+@pytest.fixture(params=[HOST, CUDA], ids=lambda target: target.name)
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    if request.param is CUDA and not probe_emulator().usable:
+        pytest.skip(probe_emulator().reason)
+    monkeypatch.setenv(ONE_DOMAIN, "1")
+    return request.param
 
 
 def expert_parallel(comm: hal.Communicator, **settings: Any) -> hal.ExpertParallel:
@@ -48,8 +80,8 @@ def leaves(comm: hal.Communicator, ep: hal.ExpertParallel, how: str, number: int
 @pytest.mark.parametrize("how", ["before the round", "after dispatch_send", "after dispatch", "after combine_send"])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_others_go_on(schedule: str, layout: str, how: str) -> None:
-    settings = {"schedule": schedule, "layout": layout}
+def test_the_others_go_on(target: Target, schedule: str, layout: str, how: str) -> None:
+    settings, nodes = {"schedule": schedule, "layout": layout}, target.nodes(4)
 
     def body(comm: hal.Communicator) -> list[Any]:
         ep, rounds = expert_parallel(comm, **settings), []
@@ -61,8 +93,8 @@ def test_the_others_go_on(schedule: str, layout: str, how: str) -> None:
         assert ep.masked_ranks == (0, 2)
         return rounds
 
-    results = dict(enumerate(hal.spawn(4, body, timeout=PATIENT, topology={"nodes": 2})))
-    masks = judge(spec_of(4, **settings), 4, results, nodes=2)
+    results = dict(enumerate(target.spawn(4, body, nodes)))
+    masks = judge(spec_of(4, **settings), 4, results, nodes=nodes)
     assert [len(results[rank]) for rank in range(4)] == [3, 6, 1, 6]
     early = how in ("before the round", "after dispatch_send")
     assert masks == [
@@ -86,7 +118,7 @@ def test_every_completion_goes_on(completion: str) -> None:
     assert judge(spec_of(3, completion=completion), 3, results)[-1] == ((1,), (1,))
 
 
-def test_two_ranks_may_leave_at_once_and_one_may_be_left_alone() -> None:
+def test_two_ranks_may_leave_at_once_and_one_may_be_left_alone(target: Target) -> None:
     def body(comm: hal.Communicator) -> list[Any]:
         ep, rounds = expert_parallel(comm), []
         for number in range(5):
@@ -96,12 +128,12 @@ def test_two_ranks_may_leave_at_once_and_one_may_be_left_alone() -> None:
             rounds.append(round_of(ep, number))
         return rounds
 
-    results = dict(enumerate(hal.spawn(4, body, timeout=PATIENT)))
+    results = dict(enumerate(target.spawn(4, body)))
     assert judge(spec_of(4), 4, results)[-1] == ((0, 1, 3), (0, 1, 3))
     assert len(results[2]) == 5
 
 
-def test_a_token_whose_experts_are_all_lost_gets_zeros_and_its_bias() -> None:
+def test_a_token_whose_experts_are_all_lost_gets_zeros_and_its_bias(target: Target) -> None:
     def body(comm: hal.Communicator) -> Any:
         ep = comm.expert_parallel(
             num_experts=6, top_k=2, hidden=8, max_tokens=4, dtype="float32", layout="expert", on_peer_loss="mask"
@@ -118,41 +150,91 @@ def test_a_token_whose_experts_are_all_lost_gets_zeros_and_its_bias() -> None:
         )
         return y, back
 
-    for y, back in hal.spawn(3, body, timeout=PATIENT)[:2]:
+    for y, back in target.spawn(3, body)[:2]:
         assert np.array_equal(y, np.stack([np.full(8, 1.0), np.full(8, 2.0)]).astype(np.float32)), (
             "0.25 * 4 + 1: no more"
         )
         assert np.array_equal(back, np.array([[0, 0], [0.25, 0]], np.float32))
 
 
-def test_handles_from_before_a_loss_still_combine_and_dispatch() -> None:
-    spec = spec_of(3)
-    tokens = inputs(spec, 3, 0)
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_handles_from_before_a_loss_still_combine_and_dispatch(target: Target, schedule: str, layout: str) -> None:
+    """One from before two losses, used in between and after; and a dispatch is in flight when the second comes."""
+    ranks, nodes, weighted = 4, target.nodes(4), layout == "expert"
+    alignment = 1 if layout == "rank" else 16
+    spec = spec_of(
+        ranks, schedule=schedule, layout=layout, dtype="float8_e4m3fn", scale_dim=2, alignment=alignment, num_buffers=3
+    )
+    tokens = inputs(spec, ranks, 0)
+    assert tokens.scales is not None
+
+    def answers(rank: int, number: int, rows: int) -> Any:
+        return random_rows(np.random.default_rng([rank, number]), (rows, spec.hidden), "float32")
+
+    def carried(rank: int, number: int, like: Any) -> Any:
+        return np.random.default_rng([rank, number, 1]).random(like.shape, np.float32)
 
     def body(comm: hal.Communicator) -> Any:
-        ep = comm.expert_parallel(spec)
-        out = ep.dispatch(tokens.x[comm.rank], tokens.topk_idx[comm.rank], tokens.topk_weights[comm.rank])
+        ep, me, done = comm.expert_parallel(spec), comm.rank, []
+        given = (tokens.x[me], tokens.topk_idx[me], tokens.topk_weights[me])
+        first = ep.dispatch(*given, scales=tokens.scales[me])
+        shape = np.array(first.topk_weights)
+
+        def combine(out: Any, number: int) -> None:
+            rows = answers(me, number, out.x.shape[0])
+            weights = carried(me, number, out.topk_weights)
+            got = ep.combine(rows, out.handle, weighted=weighted, topk_weights=weights)
+            done.append(([np.array(part) for part in got], ep.masked_ranks))
+
         comm.barrier()
-        if comm.rank == 1:
-            comm.close()
+        if me == 2:
             return None
-        y = np.array(ep.combine(expert_rows(comm.rank, 0, out.x), out.handle))
-        again = ep.dispatch(tokens.x[comm.rank], handle=out.handle)
-        return y, np.array(again.x), np.array(ep.combine(expert_rows(comm.rank, 1, again.x), again.handle))
+        combine(first, 1)
+        again = ep.dispatch(tokens.x[me], None, tokens.topk_weights[me], scales=tokens.scales[me], handle=first.handle)
+        combine(again, 2)
+        if me == 1:
+            return None
+        pending = ep.dispatch_send(*given, scales=tokens.scales[me])
+        combine(first, 3)
+        combine(again, 4)
+        combine(first, 5)
+        late = ep.dispatch_recv(pending)
+        combine(late, 6)
+        assert np.array_equal(np.array(first.topk_weights), shape)
+        return np.array(again.x), np.array(again.scales), np.array(late.x), np.array(late.scales), done
 
-    results = hal.spawn(3, body, timeout=PATIENT)
-    want, handle = reference.dispatch(spec, tokens.x, tokens.topk_idx, tokens.topk_weights)
-    first = reference.combine([expert_rows(r, 0, out.x) for r, out in enumerate(want)], handle, masked=(1,))
-    want, handle = reference.dispatch(spec, tokens.x, None, handle=handle, masked=(1,))
-    second = reference.combine([expert_rows(r, 1, out.x) for r, out in enumerate(want)], handle, masked=(1,))
-    for rank in (0, 2):
-        y, x, again = results[rank]
-        assert np.array_equal(y, first[rank])
-        assert np.array_equal(x, want[rank].x)
-        assert np.array_equal(again, second[rank])
+    results = target.spawn(ranks, body, nodes)
+    planes = (tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.scales)
+    want, first = reference.dispatch(spec, *planes)
+    want_again, again = reference.dispatch(
+        spec, tokens.x, None, tokens.topk_weights, tokens.scales, handle=first, masked=(2,)
+    )
+    want_late, late = reference.dispatch(spec, *planes, masked=(1, 2))
+    calls = [
+        (want, first, (2,)), (want_again, again, (2,)), (want, first, (1, 2)), (want_again, again, (1, 2)),
+        (want, first, (1, 2)), (want_late, late, (1, 2)),
+    ]  # fmt: skip
+    for number, (outs, handle, masked) in enumerate(calls, 1):
+        x = [answers(rank, number, out.x.shape[0]) for rank, out in enumerate(outs)]
+        weights = [carried(rank, number, out.topk_weights) for rank, out in enumerate(outs)]
+        options = {"weighted": weighted, "topk_weights": weights, "topology": TopologyConfig(nodes), "masked": masked}
+        ys, backs = reference.combine(x, handle, **options)
+        for rank in (0, 3):
+            (y, back), said = results[rank][4][number - 1]
+            assert said == masked
+            same_bits(f"call {number}, rank {rank} y", y, ys[rank])
+            same_bits(f"call {number}, rank {rank} weights", back, backs[rank])
+    for rank in (0, 3):
+        for got, plane in zip(
+            results[rank][:4],
+            (want_again[rank].x, want_again[rank].scales, want_late[rank].x, want_late[rank].scales),
+            strict=True,
+        ):
+            same_bits(f"rank {rank}", got, plane)
 
 
-def test_views_of_received_rows_outlive_the_view_that_made_them() -> None:
+def test_views_of_received_rows_outlive_the_view_that_made_them(target: Target) -> None:
     def body(comm: hal.Communicator) -> None:
         ep = expert_parallel(comm)
         out = ep.dispatch(np.full((8, 16), comm.rank + 1, np.float32), np.tile(np.arange(3) * 3, (8, 1)))
@@ -165,10 +247,10 @@ def test_views_of_received_rows_outlive_the_view_that_made_them() -> None:
             round_of(ep, number)
         assert np.array_equal(out.x, before)
 
-    hal.spawn(3, body, timeout=PATIENT)
+    target.spawn(3, body)
 
 
-def test_several_expert_parallels_lose_a_rank_each_in_its_own_call() -> None:
+def test_several_expert_parallels_lose_a_rank_each_in_its_own_call(target: Target) -> None:
     """Two of them in flight at once, from two threads of each rank."""
 
     def body(comm: hal.Communicator) -> Any:
@@ -188,13 +270,13 @@ def test_several_expert_parallels_lose_a_rank_each_in_its_own_call() -> None:
             thread.join()
         return found
 
-    results = hal.spawn(3, body, timeout=PATIENT)
+    results = target.spawn(3, body)
     for which, layout in enumerate(("rank", "expert")):
         masks = judge(spec_of(3, layout=layout), 3, {rank: found[which] for rank, found in enumerate(results)})
         assert masks[-1] == ((1,), (1,))
 
 
-def test_events_and_barriers_survive_a_loss() -> None:
+def test_events_and_barriers_survive_a_loss(target: Target) -> None:
     def body(comm: hal.Communicator) -> int:
         ep = expert_parallel(comm)
         if comm.rank == 1:
@@ -214,34 +296,36 @@ def test_events_and_barriers_survive_a_loss() -> None:
         comm.barrier()
         return len(ep.dispatch(x, idx).masked_ranks)
 
-    assert hal.spawn(3, body, timeout=PATIENT) == [1, 0, 1]
+    assert target.spawn(3, body) == [1, 0, 1]
 
 
 # --- a rank that only seems lost -------------------------------------------------------------------------------------
 
 
-def test_a_slow_rank_is_masked_and_told_so() -> None:
+def test_a_slow_rank_is_masked_and_told_so(target: Target) -> None:
+    masked = threading.Event()
+
     def body(comm: hal.Communicator) -> Any:
-        ep, rounds = comm.expert_parallel(spec_of(3), timeout=1.5), []
-        masked = threading.Event()
+        ep, rounds = comm.expert_parallel(spec_of(3), timeout=3.0), []
         for number in range(4):
             if (comm.rank, number) == (1, 1):
-                time.sleep(4.0)
+                assert masked.wait(PATIENT)
                 with pytest.raises(RankMasked, match=r"rank 1 was masked by rank [02]: .* raise `timeout`") as told:
                     round_of(ep, number)
                 assert (told.value.rank, told.value.by in (0, 2)) == (1, True)
                 with pytest.raises(HalError, match="only be closed"):
                     comm.barrier()
-                masked.set()
                 return rounds
             rounds.append(round_of(ep, number))
+            if rounds[-1]["combine masked"]:
+                masked.set()
         return rounds
 
-    results = dict(enumerate(hal.spawn(3, body, timeout=PATIENT)))
+    results = dict(enumerate(target.spawn(3, body)))
     assert judge(spec_of(3), 3, results) == [((), ()), *[((1,), (1,))] * 3]
 
 
-def test_what_is_said_of_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_said_of_a_loss(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     def body(comm: hal.Communicator) -> None:
         ep = expert_parallel(comm)
         if comm.rank == 1:
@@ -250,7 +334,7 @@ def test_what_is_said_of_a_loss(caplog: pytest.LogCaptureFixture) -> None:
         round_of(ep, 0)
 
     with caplog.at_level(logging.WARNING, "hal"):
-        hal.spawn(2, body, timeout=PATIENT)
+        target.spawn(2, body)
     (line,) = (record.getMessage() for record in caplog.records if record.name == "hal")
     assert line == "rank 0 goes on without rank 1, which has ended (view 1)"
 
@@ -268,11 +352,12 @@ folder = sys.argv[1]
 
 
 @pytest.mark.parametrize(("schedule", "layout"), [("direct", "expert"), ("hierarchical", "rank"), ("latency", "rank")])
-def test_killed_processes_leave_the_others_with_right_results(run_ranks, tmp_path, schedule, layout) -> None:
+def test_killed_processes_leave_the_others_with_right_results(target, run_ranks, tmp_path, schedule, layout) -> None:
     """Two of four ranks are killed at moments that nobody chose."""
+    nodes = target.nodes(4)
     settings = {"schedule": schedule, "layout": layout, "hidden": 512, "max_tokens": 64}
     script = f"""{PREAMBLE}
-comm = hal.connect(timeout={PATIENT})
+comm = hal.connect(timeout={PATIENT}, **{target.connection})
 ep, record = comm.expert_parallel(spec_of(4, **{settings!r})), Record(folder, comm.rank)
 if comm.rank in (1, 2):
     delay = 0.05 * comm.rank + np.random.default_rng().random() * 0.2
@@ -286,20 +371,20 @@ while after < 5:
 comm.close()
 print("went on")
 """
-    outcome = run_ranks(4, script, str(tmp_path), nodes=2, keep_going=True, timeout=100)
+    outcome = run_ranks(4, script, str(tmp_path), nodes=nodes, keep_going=True, timeout=200)
     assert outcome.status == 128 + 9, outcome
     assert "went on" in outcome.text(0), outcome
     assert "went on" in outcome.text(3), outcome
-    masks = judge(spec_of(4, **settings), 4, Record.read(tmp_path), nodes=2)
+    masks = judge(spec_of(4, **settings), 4, Record.read(tmp_path), nodes=nodes)
     assert masks[-1] == ((1, 2), (1, 2))
 
 
-def test_a_stopped_process_that_goes_on_corrupts_nothing(run_ranks, tmp_path) -> None:
+def test_a_stopped_process_that_goes_on_corrupts_nothing(target, run_ranks, tmp_path) -> None:
     """Rank 1 is stopped wherever it happens to be, masked, and woken when the others are well ahead: it hears that it is
     masked, and what it still writes reaches nobody."""
-    settings = {"hidden": 2048, "max_tokens": 64, "timeout": 3.0}
+    settings = {"hidden": 2048 if target is HOST else 128, "max_tokens": 64, "timeout": 3.0}
     script = f"""{PREAMBLE}
-comm = hal.connect(timeout={PATIENT})
+comm = hal.connect(timeout={PATIENT}, **{target.connection})
 ep, record = comm.expert_parallel(spec_of(3, **{settings!r})), Record(folder, comm.rank)
 woken = os.path.join(folder, "woken")
 if comm.rank == 1:
@@ -328,10 +413,10 @@ comm.close()
     assert len(masks) >= 16
 
 
-def test_a_pause_of_all_ranks_masks_nobody(run_ranks, tmp_path) -> None:
+def test_a_pause_of_all_ranks_masks_nobody(target, run_ranks, tmp_path) -> None:
     script = f"""{PREAMBLE}
 import subprocess
-comm = hal.connect(timeout={PATIENT})
+comm = hal.connect(timeout={PATIENT}, **{target.connection})
 ep = comm.expert_parallel(spec_of(3), timeout=2.0)
 open(os.path.join(folder, f"pid-{{comm.rank}}"), "w").write(str(os.getpid()))
 comm.barrier()
@@ -385,6 +470,17 @@ def test_descriptors_of_several_windows_and_views_are_not_mixed_up() -> None:
 def test_a_wrong_word_is_refused() -> None:
     with hal.connect() as comm, pytest.raises(ContractError, match="on_peer_loss='ignore' is not one of error, mask"):
         expert_parallel(comm, on_peer_loss="ignore")
+
+
+def test_the_cuda_backend_refuses_over_several_nvlink_domains() -> None:
+    if not probe_emulator().usable:
+        pytest.skip(probe_emulator().reason)
+
+    def body(comm: hal.Communicator) -> None:
+        with pytest.raises(ContractError, match=r"within one NVLink domain only .* use on_peer_loss='error'"):
+            expert_parallel(comm)
+
+    CUDA.spawn(2, body, nodes=2)
 
 
 def test_the_emulated_ascend_device_refuses() -> None:

@@ -16,13 +16,12 @@ from hal.registry import get_transport
 from hal.sizing import Part
 from hal_cuda import adopt, native
 from hal_cuda.gin_session import Gin, GinSession
-from hal_cuda.session import CudaSession
+from hal_cuda.session import CudaSession, create_communicator
 
 if TYPE_CHECKING:
     from hal.checker.program import Program
     from hal.checker.rounds import Report
 
-_UNIQUE_ID_BYTES = 128
 _log = logging.getLogger("hal.cuda")
 
 
@@ -107,11 +106,7 @@ def _communicator(library: native.Library, bootstrap: Bootstrap, device: int) ->
         return int(library.value("comm_adopt", c_void_p, pointer, device))
     if reason:
         _log.info("NCCL communicator of HAL's own, since the process group's cannot be adopted: %s", reason)
-    identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
-    if bootstrap.rank == 0:
-        library.unique_id(identity)
-    identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
-    return int(library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device))
+    return create_communicator(library, bootstrap, device)
 
 
 def gin_in_words(properties: native.Properties) -> str:

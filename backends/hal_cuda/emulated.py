@@ -88,6 +88,9 @@ class _Emulated:
 class EmulatedCudaSession(_Emulated, CudaSession):
     """A rank's connection over emulated GPUs of one NVLink domain."""
 
+    def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+        return _join(self.library, config, bootstrap, domains=1, device=self.device)
+
 
 class EmulatedGinSession(_Emulated, GinSession):
     """The same with several domains, and an emulated network card on each rank."""
@@ -95,14 +98,20 @@ class EmulatedGinSession(_Emulated, GinSession):
 
 def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     """Collective. ``topology.nodes`` equal groups of consecutive ranks are the NVLink domains, or :data:`ONE_DOMAIN`."""
-    world, rank = bootstrap.world_size, bootstrap.rank
-    nodes = 1 if os.environ.get(ONE_DOMAIN) == "1" else config.topology.nodes
     library = native.load_emulated()
     _check_variables()  # a wrong setting is refused before anything is sent
+    domains = 1 if os.environ.get(ONE_DOMAIN) == "1" else config.topology.nodes
+    return _join(library, config, bootstrap, domains, device=bootstrap.rank)
+
+
+def _join(
+    library: native.Library, config: HalConfig, bootstrap: Bootstrap, domains: int, device: int
+) -> EmulatedCudaSession | EmulatedGinSession:
+    world, rank = bootstrap.world_size, bootstrap.rank
     links = connect_mesh(bootstrap)
     try:
         numbers = (c_int * world)(*(-1 if link is None else link.fileno() for link in links))
-        comm = library.value("emulator_create", c_void_p, numbers, world, rank, nodes, rank, bootstrap.timeout)
+        comm = library.value("emulator_create", c_void_p, numbers, world, rank, domains, device, bootstrap.timeout)
         properties = native.Properties()
         library.comm_properties(comm, ctypes.byref(properties))
         joined = (library, comm, properties, config, bootstrap)

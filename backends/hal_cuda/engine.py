@@ -121,7 +121,10 @@ class CudaEngine:
         self._window = session.memory(self.place.total)
         self._fixed = spec.schedule == "latency"
         self._slots = Slots(self.library, spec.num_buffers, ahead=self._fixed)
-        self._faults = Faults(self.library, session.device, session.watch)
+        local = range(self.local_experts)
+        experts = [rank * self.local_experts + e for rank in session.ranks for e in local]
+        all_experts = session.run_size * self.local_experts
+        self._faults = Faults(self.library, session.device, session.watch, session.ranks, experts, all_experts)
         self._error = self._faults.record
         self._allocator = Allocator(self.library, session.device, self.device)
         self.tuning = session.tuning(spec, self._push)
@@ -656,6 +659,18 @@ class CudaEngine:
         if self._slots.any_held():
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
+        self._free()
+
+    def give_back(self) -> bool:
+        """After the session of a view was aborted, when no launch of this rank is left: the memory, unless arrays still view
+        the window. Whether it was given back."""
+        if self._slots.any_held():
+            return False
+        self._window.free(self._session.device)
+        self._free()
+        return True
+
+    def _free(self) -> None:
         for memory in (self._state_memory, self._scratch):
             self.library.free(self._session.device, memory, 0)
         self._faults.close()

@@ -82,6 +82,11 @@ class GinSession(CudaSession):
     """See :class:`hal.backend.Session`. To ranks of other domains relaxed operations are only posted: what the profile
     (gin, or gin-weak where the network has no strong signals) allows can be seen."""
 
+    why_not_mask = (
+        "the CUDA backend goes on without a rank within one NVLink domain only (transport 'lsa', or 'gin_emulated' with "
+        "topology.nodes=1), not over GIN"
+    )
+
     def __init__(
         self,
         library: native.Library,

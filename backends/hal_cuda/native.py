@@ -31,6 +31,8 @@ PUT, SIGNAL, WAIT, QUIET, PUT_VALUE, ARRIVE, AWAIT = range(7)
 MAX_OPS = 48
 TIMEOUT, BAD_INPUT, MIXED_HANDLES = 1, 2, 3
 BAD_ID, BAD_DUPLICATE = 1, 2
+LOST_TWICE = -(1 << 31)
+"""Added to the id of a lost rank's expert that a token names a second time."""
 STAGES = (
     "none",
     "dispatch rows of the round before",
@@ -191,10 +193,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gin_create": (c_void_p, c_void_p, c_void_p, c_void_p),
     "window_create": (c_void_p, c_uint64, c_void_p),
     "window_destroy": (c_void_p, c_void_p),
+    "window_free": (c_void_p, c_int, c_void_p),
     "dispatch": (c_void_p, c_void_p, c_uint64),
     "combine": (c_void_p, c_void_p, c_uint64),
     "hosts_dispatch": (c_void_p, c_void_p, c_void_p, c_uint64),
     "hosts_combine": (c_void_p, c_void_p, c_void_p, c_uint64),
+    "renumber": (c_int, c_uint64, c_int, c_int64, c_int, c_uint64, c_int, c_uint64, c_uint64),
+    "move_rows": (c_int, c_uint64, c_uint64, c_uint64, c_uint64, c_int64, c_uint64, c_uint64),
     "await_rows": (c_void_p, c_uint32, c_void_p, c_double, POINTER(c_uint32)),
     "ops": (c_void_p, c_void_p, c_int, c_uint64, c_uint64, c_uint64),
     "play": (c_void_p, c_void_p, c_void_p, c_uint64),

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hal_host.mesh import connect_mesh
+from hal_host.session import HostSession, ranks_of
+from hal_host.shm import Shm
 
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
@@ -25,8 +29,10 @@ from hal_cuda.watch import Watch
 
 if TYPE_CHECKING:
     from hal.checker.program import Program
+    from hal_cuda.masking import CudaMaskingEngine
 
 _LINE = 64
+_UNIQUE_ID_BYTES = 128
 _CLOSE_SECONDS = 1.0
 """How long a healthy rank waits at close for peers that may still write here."""
 
@@ -66,6 +72,10 @@ class SymmetricMemory:
     def destroy(self) -> None:
         self._library.window_destroy(self._comm, byref(self.record))
 
+    def free(self, device: int) -> None:
+        """The same once the communicator was aborted."""
+        self._library.window_free(self._comm, device, byref(self.record))
+
 
 class View:
     """Owner of an array over a window."""
@@ -81,6 +91,10 @@ class CudaSession:
 
     gin: Any = None
     """What leads to ranks of other domains (``native.Gin``); None in a session of one domain."""
+    why_not_mask = ""
+    """Why ``on_peer_loss="mask"`` cannot be had here; empty if it can."""
+    of_a_view = False
+    """The session of one view (masking.py): it says of itself alone that it gave up, since why is found out by the hosts."""
 
     def __init__(
         self,
@@ -93,6 +107,11 @@ class CudaSession:
     ) -> None:
         """``device_name``: where arrays live, if not ``cuda:N``."""
         self.rank, self.world_size, self.queues = bootstrap.rank, bootstrap.world_size, config.queues
+        self.ranks, self.run_size = bootstrap.ranks, bootstrap.run.world_size
+        """The run's ranks that are in this session, all but in one of a view; how many the run has."""
+        self.agreement: HostSession | None = None
+        """Once an ExpertParallel masks lost ranks: where the hosts agree on who is left, over shared memory."""
+        self.masking = False
         self.profile: OrderingProfile = profile("lsa")
         self.device = int(properties.device)
         self.device_name = device_name or f"cuda:{self.device}"
@@ -104,17 +123,20 @@ class CudaSession:
         self._windows: dict[int, SymmetricMemory] = {}
         self._retired: list[SymmetricMemory] = []
         self._next = 0
-        self._engines: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
+        self._engines: weakref.WeakSet[CudaEngine | CudaMaskingEngine] = weakref.WeakSet()
+        self.views: list[CudaSession] = []
+        """Of the ExpertParallels that mask lost ranks; they end with this session."""
         self._failed = self._closed = False
         self._barriers = [0] * self.world_size
-        self.stream = int(library.value("stream_create", c_uint64, self.device))
+        self._streams: list[int] = []
+        self.stream = self.new_stream()
         # Signal slots, one barrier slot for each peer, and the words that end waits, each on a line of its own.
         self.control = self._symmetric((config.signal_slots + self.world_size + 1) * _LINE)
         self.abort_words = self.control.at(self.rank, (config.signal_slots + self.world_size) * _LINE)
         """Address of this rank's abort words (hal_cuda.h)."""
         self._notices = _Notices(library, self.device, self.abort_words)
-        self.watch = Watch(self.rank, connect_mesh(bootstrap), self._notices.write)
-        self.faults = Faults(library, self.device, self.watch)
+        self.watch = Watch(self.rank, connect_mesh(bootstrap), self._hear)
+        self.faults = Faults(library, self.device, self.watch, self.ranks)
         self._ep = native.Ep(device=self.device, error=self.faults.address, abort=self.abort_words)
         self._ops = (native.Op * native.MAX_OPS)()
         self._staging = _Staging(library, self.device)
@@ -173,12 +195,21 @@ class CudaSession:
         return self._wait(slot * _LINE, 0, self.config.timeout, -1, native.STAGE_WAIT)
 
     def wait(self, slot: int, at_least: int, timeout: float, source: int | None) -> int:
+        if source is not None and source in self.lost_ranks:
+            seen = self.read_signal(slot)
+            if seen < at_least:
+                raise PeerTimeout(source, "wait", expected=at_least, seen=seen, reason="it is masked")
+            return seen
         return self._wait(slot * _LINE, at_least, timeout, -1 if source is None else source, native.STAGE_WAIT)
 
     def quiet(self, queue: int, peer: int | None, scope: QuietScope) -> None:
         self._run([_op(native.QUIET, -1 if peer is None else peer, queue, Order.STRONG)])
 
     def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None:
+        if self.agreement is not None:
+            # Words are complete when their calls return, so it suffices that the hosts meet; they know who is left.
+            self.agreement.barrier(ranks, complete, timeout)
+            return
         slots = self.config.signal_slots
         others = [rank for rank in ranks if rank != self.rank]
         for start in range(0, len(others), native.MAX_OPS):
@@ -197,6 +228,7 @@ class CudaSession:
     def _run(self, ops: Sequence[Any], timeout: float | None = None) -> None:
         """Run words and wait for them, so that what the caller does next comes after."""
         seconds = self.config.timeout if timeout is None else timeout
+        self._require_member()
         for i, op in enumerate(ops):
             self._ops[i] = op
         nanoseconds = max(int(seconds * 1e9), 1)
@@ -208,7 +240,11 @@ class CudaSession:
         try:
             self.faults.check(timeout)
         except PeerTimeout as error:
-            self.fail(error)
+            if not self.masking:
+                self.fail(error)
+            else:  # the others may be well without that rank
+                self.faults.forget()
+                self._notices.forget_failure()
             raise
 
     def play(self, program: Program, repetitions: int, seed: int) -> list[dict[tuple[int, str], int]]:
@@ -219,8 +255,14 @@ class CudaSession:
 
     # --- dispatch and combine ------------------------------------------------------------------------------------
 
-    def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine:
-        engine = CudaEngine(self, spec)
+    def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine | CudaMaskingEngine:
+        engine: CudaEngine | CudaMaskingEngine
+        if spec.on_peer_loss == "mask":
+            from hal_cuda.masking import CudaMaskingEngine
+
+            engine = CudaMaskingEngine(self, self._agree_by_hosts(), self._bootstrap, spec)
+        else:
+            engine = CudaEngine(self, spec)
         self._engines.add(engine)
         return engine
 
@@ -228,33 +270,104 @@ class CudaSession:
         """Blocks and threads of an engine's launches."""
         return tuning(spec, self.world_size, push, self.properties.sms)
 
+    # --- going on without a lost rank ----------------------------------------------------------------------------
+
+    def among(self, bootstrap: Bootstrap, nodes: int, stream: int) -> CudaSession:
+        """Collective among the ranks of ``bootstrap``: a session of these alone, which shares nothing with this one but the
+        GPU. ``nodes``: how they sum (topology.nodes). ``stream`` outlives it, for arrays may."""
+        config = replace(self.config, signal_slots=1, topology=replace(self.config.topology, nodes=nodes))
+        session = self._join(config, bootstrap)
+        self.library.stream_destroy(self.device, session._streams.pop())
+        session.stream, session.of_a_view = stream, True
+        return session
+
+    def new_stream(self) -> int:
+        """One that ends with this session."""
+        self._streams.append(int(self.library.value("stream_create", c_uint64, self.device)))
+        return self._streams[-1]
+
+    def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+        comm = create_communicator(self.library, bootstrap, self.device)
+        properties = native.Properties()
+        try:
+            self.library.comm_properties(comm, byref(properties))
+            return CudaSession(self.library, comm, properties, config, bootstrap)
+        except BaseException:
+            self.library.raw_comm_destroy(comm, 1)
+            raise
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Those that are masked."""
+        if self.agreement is None:
+            return ()
+        transport: Any = self.agreement.transport
+        return ranks_of(transport.newest_view().lost)
+
+    def end_waits(self) -> None:
+        """Every wait for a peer ends, in this rank's kernels; :meth:`wait_again` takes that back."""
+        self._notices.write(None, frozenset(range(self.world_size)) - {self.rank})
+
+    def wait_again(self) -> None:
+        self._notices.forget_closed()
+        self._hear(None if self.watch.lost is None else self.watch.lost[0], self.watch.closed)
+
+    def _agree_by_hosts(self) -> HostSession:
+        """Collective, the first time."""
+        if self.agreement is None:
+            transport: Any = Shm(self.config, self._bootstrap)
+            transport.mask_lost_ranks()
+            self.agreement = HostSession(self.config, transport)
+            self.agreement.masking = self.masking = True
+        return self.agreement
+
+    def _hear(self, failed: int | None, closed: Collection[int]) -> None:
+        """The watching thread: whose failure ends every wait, and whose end those for them. With masking a rank that failed
+        ends those for itself alone."""
+        if self.masking:
+            failed, closed = None, self.watch.gone
+        self._notices.write(failed, closed)
+
+    def _require_member(self) -> None:
+        if self.agreement is not None and self.agreement.transport.failed:
+            raise HalError("the others went on without this rank: this communicator can only be closed; connect again")
+
     # --- end -----------------------------------------------------------------------------------------------------
 
     @property
     def failed(self) -> bool:
-        """Somebody of the run failed: its memory may still be written, and NCCL can only be aborted."""
-        return self._failed or self.watch.lost is not None
+        """Somebody of the run failed, and no ExpertParallel masks it: its memory may still be written, and NCCL can only be
+        aborted."""
+        return self._failed or (self.watch.lost is not None and not self.masking)
 
     def fail(self, error: PeerTimeout) -> None:
         """A wait of this rank failed: the peers hear because of whom, so that theirs end too."""
         self._failed = True
-        self.watch.say_failed(error.rank, error.reason)
+        self.watch.say_failed(self.rank if self.of_a_view else error.rank, error.reason)
 
     def abort(self, reason: str) -> None:
         self._failed = True
         self.watch.say_failed(self.rank, reason)
+        for view in self.views:
+            view.abort(reason)
+        if self.agreement is not None:
+            self.agreement.abort(reason)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._failed |= self.agreement is not None and self.agreement.transport.failed  # masked by the others
+        self._close_views()
         if not self.failed and self.world_size > 1:
             self._settle()
             self.watch.say_closed()
             # A peer may be ahead by one word that it still writes here; give it the time to finish.
-            with suppress(HalError, ContractError):
+            try:
                 self._bootstrap.all_gather(None, "closing", _CLOSE_SECONDS)
-        self._failed = self.failed
+            except (HalError, ContractError):
+                self._failed = self.of_a_view or self.masking  # some may have gone on without: NCCL only aborts it then
+        self._failed = self.failed or (self.masking and self.watch.lost is not None)
         self.watch.close()
         self._notices.close()  # what it still writes lies in a window that is freed below
         for engine in list(self._engines):
@@ -265,8 +378,21 @@ class CudaSession:
                     if not memory.in_use:
                         memory.destroy()
             self.library.comm_destroy(self._comm, int(self._failed))
-            self.library.stream_destroy(self.device, self.stream)
+            for stream in self._streams:
+                self.library.stream_destroy(self.device, stream)
         self.faults.close()
+
+    def _close_views(self) -> None:
+        """All of them are told first: whoever waits for this rank need not wait until the first is closed."""
+        if self.agreement is None:
+            return
+        for view in self.views:
+            if not view.failed:
+                view._settle()
+                view.watch.say_closed()
+        for view in self.views:
+            view.close()
+        self.agreement.close()
 
     def _settle(self) -> None:
         """What this rank owes its peers is out before they are told that it has gone."""
@@ -296,19 +422,37 @@ class _Notices:
         host, address = c_void_p(), c_uint64()
         library.host_alloc(device, native.ABORT_WORDS.size, byref(host), byref(address))
         self._host = host.value or 0
+        self._lock = threading.Lock()
+        self._closed: frozenset[int] = frozenset()
 
-    def write(self, failed: int | None, closed: frozenset[int]) -> None:
-        """As hal_cuda.h states them. What they say must be there before the word that says so."""
-        mask = sum(1 << rank for rank in closed if rank < native.CLOSED_RANKS)
-        data = native.ABORT_WORDS.pack(0 if failed is None else 2 + failed, int(bool(closed)), mask)
+    def write(self, failed: int | None, closed: Collection[int]) -> None:
+        """As hal_cuda.h states them; who closed stays so. What they say must be there before the word that says so."""
+        with self._lock:
+            self._closed |= frozenset(closed)
+            parts = ([(8, 8), (4, 4)] if self._closed else []) + ([(0, 4)] if failed is not None else [])
+            self._write(0 if failed is None else 2 + failed, parts)
+
+    def forget_failure(self) -> None:
+        """This rank's kernels may wait again, after one that failed."""
+        with self._lock:
+            self._write(0, [(0, 4)])
+
+    def forget_closed(self) -> None:
+        with self._lock:
+            self._closed = frozenset()
+            self._write(0, [(4, 4), (8, 8)])
+
+    def _write(self, failed: int, parts: Sequence[tuple[int, int]]) -> None:
+        mask = sum(1 << rank for rank in self._closed if rank < native.CLOSED_RANKS)
+        data = native.ABORT_WORDS.pack(failed, int(bool(self._closed)), mask)
         ctypes.memmove(self._host, data, len(data))
-        parts = ([(8, 8), (4, 4)] if closed else []) + ([(0, 4)] if failed is not None else [])
         with suppress(HalError):  # a device that does not even copy reports it to whoever uses it
             for offset, nbytes in parts:
                 self._library.copy(self._device, self._words + offset, self._host + offset, nbytes, self._stream)
+            self._library.stream_sync(self._device, self._stream)  # the next one writes the same pinned memory
 
     def close(self) -> None:
-        with suppress(HalError):
+        with self._lock, suppress(HalError):
             self._library.stream_sync(self._device, self._stream)
             self._library.stream_destroy(self._device, self._stream)
         self._library.raw_host_free(self._host)
@@ -335,3 +479,12 @@ class _Staging:
         self._nbytes = max(2 * self._nbytes, nbytes, 4096)
         self._library.host_alloc(self._device, self._nbytes, byref(host), byref(address))
         self._host, self._address = host.value or 0, int(address.value)
+
+
+def create_communicator(library: native.Library, bootstrap: Bootstrap, device: int) -> int:
+    """Collective. A communicator of HAL's own over the ranks of ``bootstrap``."""
+    identity = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+    if bootstrap.rank == 0:
+        library.unique_id(identity)
+    identity.raw = bootstrap.all_gather(identity.raw, "NCCL unique id")[0]
+    return int(library.value("comm_create", c_void_p, identity, bootstrap.world_size, bootstrap.rank, device))

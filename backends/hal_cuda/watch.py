@@ -36,6 +36,8 @@ class Watch:
         self.lost: tuple[int, str] | None = None
         """The first failure: rank and reason."""
         self.closed: frozenset[int] = frozenset()
+        self.gone: frozenset[int] = frozenset()
+        """Those that have ended in whatever way."""
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name=f"hal-watch-{rank}", daemon=True)
         self._thread.start()
@@ -113,6 +115,7 @@ class Watch:
         return True
 
     def _note(self, peer: int, message: dict[str, Any]) -> None:
+        self.gone |= {peer}
         if message.get("closed"):
             self.closed |= {peer}
         elif self.lost is None:

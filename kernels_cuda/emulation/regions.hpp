@@ -15,7 +15,10 @@ struct Region {
     std::size_t span = 0, stride = 0, bytes = 0;
     int members = 0, first = 0;  // of the LSA team, and its first rank
     int device = 0;              // of the rank that maps it
-    std::uint64_t number = 0;    // grows from one to the next; given by add_region
+    // Whatever unmaps it at its end: a running kernel may look at any window of its device, also at one that is given up
+    // meanwhile.
+    std::shared_ptr<const void> mapping = nullptr;
+    std::uint64_t number = 0;  // grows from one to the next; given by add_region
 
     bool holds(const void* p) const {
         return static_cast<std::size_t>(static_cast<const std::byte*>(p) - begin) < span;

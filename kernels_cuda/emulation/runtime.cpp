@@ -117,4 +117,8 @@ int hal_cuda_window_destroy(void* comm, hal_cuda_window* window) {
     return 0;
 }
 
+int hal_cuda_window_free(void* comm, int, hal_cuda_window* window) {
+    return hal_cuda_window_destroy(comm, window);  // an aborted communicator stays
+}
+
 }  // extern "C"

@@ -110,6 +110,7 @@ Window::Window(const Communicator& comm, std::vector<int> descriptors, std::size
     void* region = mmap(nullptr, span_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (region == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "addresses for a window");
     base_ = static_cast<std::byte*>(region);
+    mapping_ = std::shared_ptr<const void>(region, [span = span_](void* at) { munmap(at, span); });
     for (int r = 0; r < comm.world; ++r) {
         const int member = r - comm.lsa_first();
         const int descriptor = descriptors[static_cast<std::size_t>(r)];
@@ -120,20 +121,14 @@ Window::Window(const Communicator& comm, std::vector<int> descriptors, std::size
         }
         ShmSegment checked(descriptor, bytes);  // of the agreed size, and sealed
         std::byte* at = base_ + static_cast<std::size_t>(member) * stride_;
-        if (mmap(at, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, descriptor, 0) == MAP_FAILED) {
-            const int error = errno;
-            munmap(base_, span_);
-            throw std::system_error(error, std::generic_category(), "a window");
-        }
+        if (mmap(at, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, descriptor, 0) == MAP_FAILED)
+            throw std::system_error(errno, std::generic_category(), "a window");
         parts_[static_cast<std::size_t>(r)] = at;
     }
-    add_region({base_, span_, stride_, bytes, comm.lsa_size(), comm.lsa_first(), comm.device});
+    add_region({base_, span_, stride_, bytes, comm.lsa_size(), comm.lsa_first(), comm.device, mapping_});
 }
 
-Window::~Window() {
-    remove_region(base_);
-    munmap(base_, span_);
-}
+Window::~Window() { remove_region(base_); }
 
 void Window::keep_own_part(int rank) {
     remove_region(base_);

@@ -38,6 +38,7 @@ class Window {
     std::size_t span() const { return span_; }
 
   private:
+    std::shared_ptr<const void> mapping_;
     std::byte* base_ = nullptr;
     std::size_t bytes_, stride_ = 0, span_ = 0;
     std::vector<std::byte*> parts_;

@@ -244,6 +244,9 @@ int hal_cuda_comm_destroy(void* comm, int abort);
 int hal_cuda_gin_create(void* comm, const hal_cuda_gin_needs* needs, hal_cuda_gin* out, hal_cuda_gin_properties* got);
 int hal_cuda_window_create(void* comm, uint64_t bytes, hal_cuda_window* out);
 int hal_cuda_window_destroy(void* comm, hal_cuda_window* window);
+/* This rank's memory of a window whose communicator was destroyed with `abort`. Nothing here uses it any more; what peers
+ * still write to it reaches nobody. */
+int hal_cuda_window_free(void* comm, int device, hal_cuda_window* window);
 
 int hal_cuda_dispatch(const hal_cuda_ep* ep, const hal_cuda_dispatch_args* args, uint64_t stream);
 int hal_cuda_combine(const hal_cuda_ep* ep, const hal_cuda_combine_args* args, uint64_t stream);
@@ -251,6 +254,16 @@ int hal_cuda_hosts_dispatch(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, 
                             uint64_t stream);
 int hal_cuda_hosts_combine(const hal_cuda_ep* ep, const hal_cuda_hosts* hosts, const hal_cuda_combine_args* args,
                            uint64_t stream);
+/* `out` gets numbers[id] for each of `count` ids (int32, or int64; `topk` a token) that is an expert's, 0 to experts - 1, and
+ * the id itself for any other; but LOST_TWICE + id where a token names an expert again whose number is -1. `numbers` are
+ * int32. All in device memory. */
+enum { HAL_CUDA_LOST_TWICE = INT32_MIN };
+int hal_cuda_renumber(int device, uint64_t ids, int ids_are_64, int64_t count, int topk, uint64_t numbers, int experts,
+                      uint64_t out, uint64_t stream);
+/* Row from[i] of `source` goes to row to[i] of `target`, for i below `rows`; int32 in device memory, 0 = row i itself,
+ * negative = nowhere. `row_bytes` is a multiple of 4. */
+int hal_cuda_move_rows(int device, uint64_t source, uint64_t target, uint64_t from, uint64_t to, int64_t rows,
+                       uint64_t row_bytes, uint64_t stream);
 int hal_cuda_state_bytes(void);
 /* Bounded host wait for *word >> 32 == sequence; 0 and *value, 1 when time is up, 2 when `error` was claimed. */
 int hal_cuda_await_rows(const uint64_t* word, uint32_t sequence, const hal_cuda_error* error, double seconds,

@@ -306,4 +306,9 @@ int hal_cuda_window_destroy(void* comm, hal_cuda_window* window) {
     return status | check(api.ncclMemFree(reinterpret_cast<void*>(window->ptr)), "ncclMemFree", c.comm);
 }
 
+int hal_cuda_window_free(void*, int device, hal_cuda_window* window) {
+    const OnDevice here(device);
+    return check(api.ncclMemFree(reinterpret_cast<void*>(window->ptr)), "ncclMemFree");
+}
+
 }  // extern "C"

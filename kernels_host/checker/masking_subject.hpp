@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The shipped kernels with on_peer_loss = mask as a subject, with ranks that stop at any step: every view has its own
 // stretch of each rank's window, the views' words lie in rank 0's, and what the host engine does between views
-// (backends/hal_host/masking.py) is stated once more here, in the checker's terms. Python judges the results, by masks.
+// (backends/hal_host/views.py) is stated once more here, in the checker's terms. Python judges the results, by masks.
 #pragma once
 #include <optional>
 #include <string>

@@ -166,7 +166,21 @@ void bind_fabrics(py::module_& m) {
     py::class_<ShmFabric>(m, "ShmFabric", "One window of a ShmTransport, as kernels see it.")
         .def(py::init<ShmTransport&, int, double, std::optional<Members>>(), "transport"_a, "window"_a, "timeout"_a,
              "members"_a = std::nullopt, py::keep_alive<1, 2>())
-        .def_property_readonly("size", &ShmFabric::size);
+        .def_property_readonly("size", &ShmFabric::size)
+        .def(
+            "signal",
+            [](ShmFabric& f, int peer, std::size_t slot_offset, std::uint64_t value) {
+                f.signal(0, peer, slot_offset, value, SignalOp::set, Order::strong);
+            },
+            "peer"_a, "slot_offset"_a, "value"_a, Unlocked(),
+            "Sets a word of the window, strongly; nothing is checked.")
+        .def(
+            "wait",
+            [](ShmFabric& f, std::size_t slot_offset, std::uint64_t at_least, int source, const std::string& stage) {
+                return f.wait(slot_offset, at_least, source, 0, stage.c_str());
+            },
+            "slot_offset"_a, "at_least"_a, "source"_a, "stage"_a, Unlocked(),
+            "Until this rank's word is so large; with members also until a later view is decided.");
     py::class_<AnyFabric>(m, "AnyFabric", "One window of any Transport, as kernels see it.")
         .def(py::init(&make_any_fabric), "transport"_a, "window"_a, "timeout"_a, py::keep_alive<1, 2>())
         .def_property_readonly("size", &AnyFabric::size);

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What on_peer_loss="mask" has of its own on the CUDA backend (emulated GPUs); tests/test_masking.py has the rest."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hal_cuda import native
+from hal_cuda.faults import Faults
+from hal_cuda.meeting import Meeting, Words
+from hal_cuda.patience import Patience
+from hal_cuda.probe import probe_emulator
+from hal_cuda.watch import Watch
+from hal_host._engine import Members
+from losing_a_rank import lose_a_rank
+from masking_rounds import inputs, judge, round_of, spec_of
+
+import hal
+from hal.arrays import as_buffer
+from hal.errors import CapacityError, ContractError, PeerTimeout
+
+if not probe_emulator().usable:
+    pytest.skip(probe_emulator().reason, allow_module_level=True)
+
+PATIENT = 30.0
+
+
+def spawn(ranks: int, body: Any) -> list[Any]:
+    return hal.spawn(ranks, body, backend="cuda", transport="gin_emulated", timeout=PATIENT)
+
+
+def test_torch_tensors_go_on_without_a_killed_process(run_ranks, tmp_path):
+    """The same script as on GPUs (tests/cuda/test_losing_a_rank.py)."""
+    pytest.importorskip("torch")
+    lose_a_rank(run_ranks, tmp_path, 3, "expert", "latency", "gin_emulated", "cpu")
+
+
+@pytest.mark.parametrize("combine", ["pull", "push"])
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+def test_combines_by_reading_and_by_writing_go_on(monkeypatch, layout, combine):
+    monkeypatch.setenv("HAL_CUDA_COMBINE", combine)
+
+    def body(comm: hal.Communicator) -> list[Any]:
+        ep, rounds = comm.expert_parallel(spec_of(3, layout=layout)), []
+        for number in range(4):
+            if (comm.rank, number) == (0, 1):
+                tokens = inputs(ep.spec, 3, number)
+                ep.dispatch(tokens.x[0], tokens.topk_idx[0], tokens.topk_weights[0])
+                return rounds
+            rounds.append(round_of(ep, number))
+        return rounds
+
+    masks = judge(spec_of(3, layout=layout), 3, dict(enumerate(spawn(3, body))))
+    assert masks == [((), ()), ((), (0,)), *[((0,), (0,))] * 2]
+
+
+def test_what_is_refused_is_the_same_before_a_loss_and_after_it():
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(3, num_buffers=2))
+        tokens = np.ones((2, 16), np.float32), np.array([[0, 4, 8]] * 2)
+        for number in range(2):
+            if (comm.rank, number) == (1, 1):
+                return
+            sent = ep.dispatch_send(*tokens)
+            with pytest.raises(CapacityError, match="receive an earlier dispatch first"):
+                ep.dispatch_send(*tokens)
+            out = ep.dispatch_recv(sent)
+            assert np.array(out.x).shape[0] > 0
+        assert ep.masked_ranks == (1,)
+
+    spawn(3, body)
+
+
+def test_experts_may_write_where_expert_output_says_also_after_a_loss():
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(2, top_k=2))
+        tokens = np.ones((2, 16), np.float32), np.array([[0, 3]] * 2)
+        out = ep.dispatch(*tokens)
+        rows = np.asarray(ep.expert_output(out.handle, out.x))
+        rows[...] = np.asarray(out.x) * 3
+        if comm.rank == 1:
+            return
+        assert np.array_equal(ep.combine(rows, out.handle), tokens[0] * 3)
+        assert ep.masked_ranks == (1,)
+
+    spawn(2, body)
+
+
+def test_words_between_those_that_are_left_go_on_after_a_wait_in_vain():
+    def body(comm: hal.Communicator) -> None:
+        comm.expert_parallel(spec_of(3))
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        for _ in range(2):  # the first while rank 1 leaves, perhaps; the second when it has left
+            with pytest.raises(PeerTimeout, match="rank 1: it closed its communicator") as raised:
+                comm.wait(0, 1, source=1)
+            assert raised.value.rank == 1
+        other = 2 - comm.rank
+        comm.queue(0).signal(1, other, 7)
+        assert comm.wait(1, 7, source=other) == 7
+        comm.barrier()
+
+    spawn(3, body)
+
+
+def test_the_memory_of_a_view_is_given_back_when_no_row_is_referred_to():
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(4, num_buffers=3))
+        tokens = np.ones((2, 16), np.float32), np.array([[0, 4, 8]] * 2)
+        first = ep.dispatch(*tokens)
+        before = np.array(first.x)
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        second = ep.dispatch(*tokens)
+        assert ep.masked_ranks == (1,)
+        assert [view.ranks for view in ep._engine._left] == [(0, 1, 2, 3)], "its rows are referred to"
+        assert np.array_equal(first.x, before)
+        del first
+        comm.barrier()
+        if comm.rank == 2:
+            return
+        again = np.array(second.x)
+        ep.dispatch(*tokens)
+        assert ep.masked_ranks == (1, 2)
+        assert [view.ranks for view in ep._engine._left] == [(0, 2, 3)]
+        assert np.array_equal(second.x, again)
+
+    spawn(4, body)
+
+
+def test_ids_in_device_memory_are_refused_in_the_numbers_of_the_run():
+    """Past the interface's own look at ids, which device memory does not get."""
+
+    def body(comm: hal.Communicator) -> None:
+        ep = comm.expert_parallel(spec_of(4))
+        good = [[0, 5, 9]] * 4
+        ep.dispatch(np.ones((4, 16), np.float32), np.array(good))
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        x, weights = as_buffer(np.ones((4, 16), np.float32)), as_buffer(np.ones((4, 3), np.float32))
+
+        def dispatch(row: list[int], dtype: type) -> Any:
+            ids = np.array([*good[:2], row, *good[:1]], dtype)
+            return ep._engine.dispatch(x, as_buffer(ids), weights, None, None, None)
+
+        bad = [([0, 12, 3], "names expert 12, but"), ([10, 7, 10], "expert 10 twice"), ([4, 7, 4], "expert 4 twice")]
+        for dtype in (np.int32, np.int64):
+            for row, words in bad:
+                if comm.rank == 3:
+                    with pytest.raises(ContractError, match=f"token 2 .*{words}"):
+                        dispatch(row, dtype)
+            assert dispatch(good[0], dtype).masked_ranks == (1,)
+
+    spawn(4, body)
+
+
+def test_hosts_meet_in_each_view_by_its_own_numbers():
+    def body(comm: hal.Communicator) -> None:
+        session, nbytes = comm._session, Words(3).total
+        session.transport.mask_lost_ranks()
+        session.masking = True
+        window = session.allocate(nbytes)
+        everyone = Meeting(session, comm._bootstrap, window, Members(), PATIENT)
+        for number in range(40):
+            assert everyone.all_gather([comm.rank, number]) == [[rank, number] for rank in range(3)]
+        assert everyone.all_gather(bytes([comm.rank])) == [b"\0", b"\1", b"\2"]
+        with pytest.raises(CapacityError, match="bytes told in 'a book'"):
+            everyone.all_gather("x" * 5000, "a book")
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        with pytest.raises(PeerTimeout, match=r"rank 1: (closed its|the others go on without)"):
+            everyone.all_gather(None, "alone")
+        members = session.transport.leave_out(0, 1)
+        later, _ = session.transport.renew(window, members, nbytes, 0, PATIENT)
+        two = Meeting(session, comm._bootstrap, later, members, PATIENT)
+        assert (two.rank, two.world_size, list(two.ranks)) == (comm.rank // 2, 2, [0, 2])
+        two.agree("their settings", {"name": "same"})
+        with pytest.raises(ContractError, match="rank 1 has name=2 where rank 0 has 0"):
+            two.agree("their settings", {"name": comm.rank})
+        comm.barrier()
+        if comm.rank == 0:
+            return
+        with pytest.raises(PeerTimeout, match="rank 0: closed its communicator in stage 'last'"):
+            two.all_gather(None, "last")
+
+    hal.spawn(3, body, timeout=PATIENT)
+
+
+def test_kernels_report_in_the_numbers_of_the_run():
+    """A view of ranks 0, 2 and 3 of 4 with 2 experts each: its rank 1 is rank 2, its expert 4 is expert 6."""
+    watch = Watch(0, [None] * 3, lambda failed, closed: None)
+    faults = Faults(native.load_emulated(), 0, watch, (0, 2, 3), [0, 1, 4, 5, 6, 7], 8)
+    record = faults.record
+    record.kind, record.rank, record.token, record.expert, record.detail = native.BAD_INPUT, 1, 3, 4, native.BAD_DUPLICATE
+    with pytest.raises(ContractError, match="token 3 names expert 6 twice"):
+        faults.check(1.0)
+    record.kind, record.rank, record.token, record.expert, record.detail = native.BAD_INPUT, 1, 3, 9, native.BAD_ID
+    with pytest.raises(ContractError, match="token 3 names expert 9, but expert ids are 0 … 7"):
+        faults.check(1.0)
+    record.kind, record.rank, record.stage = native.TIMEOUT, 1, native.STAGES.index("dispatch rows")
+    with pytest.raises(PeerTimeout, match="rank 2: no answer in stage 'dispatch rows'"):
+        faults.check(1.0)
+    faults.close()
+    watch.close()
+
+
+def test_patience_ends_what_lasts_too_long_and_nothing_else():
+    calls: list[str] = []
+    patience = Patience("test", lambda: calls.append("ended"), lambda: calls.append("went on"))
+    with patience.lasting(PATIENT):
+        pass
+    assert calls == []
+    with patience.lasting(0.1):
+        limit = time.monotonic() + PATIENT
+        while not calls and time.monotonic() < limit:
+            time.sleep(0.01)
+    assert calls == ["ended", "went on"]
+    with pytest.raises(ValueError, match="made up"), patience.lasting(PATIENT):
+        raise ValueError("made up")
+    assert len(calls) == 2
+    patience.close()
