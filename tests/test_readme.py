@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's example runs as printed, alone and on ranks, and its two commands exist."""
+"""The examples of the README and of docs/coming_from_deepep.md run as printed, alone and on ranks; the two commands exist."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def block(page: str) -> str:
+    (found,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    return str(found)
+
+
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "example.py"
-    path.write_text(block)
+    path.write_text(block("README.md"))
     return path
 
 
@@ -46,3 +50,25 @@ def test_the_commands_come_first() -> None:
     assert targets == ["demo", "test"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+IN_ONE_GO = """
+    wanted = torch.zeros(16, 64)
+    for j in range(2):
+        rows = torch.stack([row @ experts[e] for row, e in zip(x, topk_idx[:, j].tolist())])
+        wanted += topk_weights[:, j : j + 1] * rows.float()
+    torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+"""
+
+
+def test_the_torch_layer_runs_alone_and_on_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "layer.py"
+    path.write_text(block("docs/coming_from_deepep.md") + IN_ONE_GO)
+    done = python(str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "torch.Size([16, 64]) torch.bfloat16"
+    path.write_text(block("docs/coming_from_deepep.md"))
+    done = python("-m", "hal.cli", "run", "-n", "4", str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([16, 64]) torch.bfloat16") == 4
