@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine in CUDA graphs, captured once and replayed with other tokens and routings, bit for bit against
+hal.reference: what tests/test_cuda_graphs.py runs on emulated GPUs and tests/cuda on real ones. Every body takes the rank's
+communicator first."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from cuda_streams import stream_of
+from hosts_rounds import HostsCase, layer_of, one_round
+from layer import FIELDS, Array, Expected, Tokens, same
+
+import hal
+from hal.arrays import as_buffer
+
+Results = dict[str, Any]
+
+
+@lru_cache(maxsize=256)
+def batch(case: HostsCase, shape: int, seed: int) -> tuple[list[Tokens], Expected]:
+    """Every rank's tokens: as many as the graphs of this ``shape`` take, the last of them padded by ids of -1."""
+    rng = np.random.default_rng([seed, 11])
+    sent = [Tokens(case, case.max_tokens - (3 * rank + shape) % 5, [seed, rank]) for rank in range(case.ranks)]
+    for tokens in sent:
+        if seed % 3 == 2:  # most to the first experts
+            keys = rng.random((len(tokens.x), case.num_experts)) * (1 + np.arange(case.num_experts)) ** 2
+            tokens.topk_idx = np.where(tokens.topk_idx < 0, -1, np.argsort(keys, axis=1)[:, : case.top_k])
+        tokens.topk_idx[len(tokens.x) - int(rng.integers(0, len(tokens.x) + 1)) * (seed % 2) :] = -1
+    return sent, Expected(case, sent)
+
+
+@lru_cache(maxsize=256)
+def wanted(case: HostsCase, shape: int, seed: int) -> tuple[list[Array], list[Array], list[Array], Any, Any]:
+    """The experts' made-up answers, weights to carry, biases; the sums of the rows as they are, and of the answers."""
+    sent, expected = batch(case, shape, seed)
+    weighted = {"weighted": True} if case.layout == "expert" else {}
+    answers, rng = expected.answers(seed), np.random.default_rng(seed)
+    carried = [rng.standard_normal(rows.topk_weights.shape).astype(np.float32) for rows in expected.rows]
+    bias = [rng.standard_normal(t.x.shape).astype(np.float32).astype(t.x.dtype) for t in sent]
+    plain = expected.combine([rows.x for rows in expected.rows], **weighted)
+    full = expected.combine(answers, topk_weights=carried, bias=[[b] for b in bias], **weighted)
+    return answers, carried, bias, plain, full
+
+
+class Captured:
+    """One graph and the arrays that it reads and writes.
+
+    It has every form in which dispatch and combine can be captured whole: combine of the received rows where they lie, of
+    ``ep.expert_output``, and of rows elsewhere with weights to carry and a bias; and a dispatch that reuses the handle.
+    """
+
+    def __init__(
+        self, comm: hal.Communicator, ep: hal.ExpertParallel, case: HostsCase, on: Any, shape: int = 0
+    ) -> None:
+        self.ep, self.case, self.on, self.shape, self.rank = ep, case, on, shape, comm.rank
+        self.device, self.weighted = torch.device(ep._engine.device), case.layout == "expert"  # type: ignore[attr-defined]
+        mine = batch(case, shape, 0)[0][self.rank]
+        self.given = {name: self.tensor(getattr(mine, name)) for name in ("x", "topk_idx", "topk_weights")}
+        on.synchronize()
+        comm.barrier()
+        with on.capture() as self.graph:
+            out = self.out = ep.dispatch(**self.given)
+            self.answers, self.carried = torch.empty_like(out.x), torch.empty_like(out.topk_weights)
+            self.bias = torch.empty_like(self.given["x"])
+            self.results = self._rest(out, self.given, (self.answers, self.carried, self.bias))
+        comm.barrier()
+
+    def _rest(self, out: Any, given: Results, extra: tuple[Any, Any, Any]) -> Results:
+        """After the dispatch: every form, and its results. ``kept``: what must last as long as work with it may be done."""
+        ep, weighted, (answers, carried, bias) = self.ep, self.weighted, extra
+        y = ep.combine(out.x, out.handle, weighted=weighted)
+        output = ep.expert_output(out.handle, out.x)
+        self.on.copy(output, out.x)
+        of_output = ep.combine(output, out.handle, weighted=weighted)
+        del output
+        of_answers, home = ep.combine(answers, out.handle, weighted=weighted, topk_weights=carried, bias=bias)
+        again = ep.dispatch(given["x"], topk_weights=given["topk_weights"], handle=out.handle)
+        of_again = ep.combine(again.x, again.handle, weighted=weighted)
+        results = {name: getattr(out, name) for name in FIELDS if name != "scales"}
+        results |= {f"{name}_again": getattr(again, name) for name in ("x", "topk_idx", "topk_weights")}
+        results |= {"y": y, "y_of_output": of_output, "y_of_answers": of_answers, "y_again": of_again, "carried": home}
+        return {**results, "kept": (out, again)}
+
+    def tensor(self, array: Array) -> Any:
+        carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
+        return carrier.view(getattr(torch, as_buffer(array[:0]).dtype)).to(self.device)
+
+    def replay(self, seed: int) -> Results:
+        """With the batch of ``seed``, in the stream's order; the results are there once the stream has come that far."""
+        mine = batch(self.case, self.shape, seed)[0][self.rank]
+        answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
+        kept = []
+        for name, to in self.given.items():
+            kept.append(self.tensor(getattr(mine, name)))
+            self.on.copy(to, kept[-1])
+        for to, array in ((self.answers, answers[self.rank]), (self.carried, carried[self.rank])):
+            self.on.poison(to)  # also the rows that nobody sent
+            kept.append(self.tensor(array))
+            if len(array):
+                self.on.copy(to[: len(array)], kept[-1])
+        kept.append(self.tensor(bias[self.rank]))
+        self.on.copy(self.bias, kept[-1])
+        for name, array in self._arrays(self.results).items():
+            if not (name.startswith("x") and self.case.schedule == "latency"):  # whose padding is left alone
+                self.on.poison(array)
+        self.graph.replay()
+        return {"kept": kept, **self._saved(self.results)}
+
+    @staticmethod
+    def _arrays(results: Results) -> Results:
+        return {name: array for name, array in results.items() if name != "kept" and array is not None}
+
+    def _saved(self, results: Results) -> Results:
+        saved = {name: torch.empty_like(array) for name, array in self._arrays(results).items()}
+        for name, array in saved.items():
+            self.on.copy(array, results[name])
+        return saved
+
+    def call(self, seed: int) -> Results:
+        """The same batch by calls outside the graph, on its stream."""
+        mine = batch(self.case, self.shape, seed)[0][self.rank]
+        answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
+        given = {name: self.tensor(getattr(mine, name)) for name in self.given}
+        extra = (self.tensor(answers[self.rank]), self.tensor(carried[self.rank]), self.tensor(bias[self.rank]))
+        with self.on.current():
+            results = self._rest(self.ep.dispatch(**given), given, extra)
+        return {"kept": (given, extra, results), **self._saved(results)}
+
+    def check(self, seed: int, results: Results) -> None:
+        """Once the stream was synchronised."""
+        expected = batch(self.case, self.shape, seed)[1]
+        *_, plain, (sums, home) = wanted(self.case, self.shape, seed)
+        rows = expected.rows[self.rank]
+        n = len(rows.x)
+        for turn in ("", "_again"):
+            for name in ("x", "topk_idx", "topk_weights"):
+                given = results[name + turn]
+                same(f"{name}{turn} of {seed}", given[:n], getattr(rows, name))
+                rest = given[n:]
+                assert bool((rest == -1).all()) if name == "topk_idx" else not bool(rest.view(torch.uint8).any()), name
+        same("tokens_per_expert", results["tokens_per_expert"], rows.tokens_per_expert)
+        if rows.expert_offsets is not None:
+            same("expert_offsets", results["expert_offsets"], rows.expert_offsets)
+        for name in ("y", "y_of_output", "y_again"):
+            same(f"{name} of {seed}", results[name], plain[self.rank])
+        same(f"y_of_answers of {seed}", results["y_of_answers"], sums[self.rank])
+        same("carried", results["carried"], home[self.rank])
+
+
+def replays(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> None:
+    """One graph, each replay checked before the next; and calls outside it, in host memory's way, in between."""
+    layer, on = layer_of(comm, case), stream_of(comm)
+    with layer.ep as ep:
+        one_round(layer, case, 0)
+        captured = Captured(comm, ep, case, on)
+        for seed in seeds:
+            results = captured.replay(seed)
+            on.synchronize()
+            captured.check(seed, results)
+            if seed % 2:
+                one_round(layer, case, seed, halves=seed % 4 == 1)
+            comm.barrier()
+        del captured, results
+    gc.collect()
+
+
+def alternating(comm: hal.Communicator, case: HostsCase, seeds: list[int], chance: int) -> None:
+    """Two graphs of one ExpertParallel, with other token counts, and calls outside them, in an order that all ranks share;
+    a rank may replay what another calls. Nobody waits between rounds, and ranks are late at random."""
+    layer, on = layer_of(comm, case), stream_of(comm)
+    shared, own = random.Random(chance), random.Random(1000 * chance + comm.rank)
+    with layer.ep as ep:
+        graphs = [Captured(comm, ep, case, on, shape) for shape in (0, 1)]
+        todo: list[tuple[Captured, int, Results]] = []
+        for turn, seed in enumerate(seeds):
+            captured = graphs[shared.randrange(2)]
+            if own.random() < 0.3:
+                time.sleep(own.random() * 0.02)
+            results = captured.call(seed) if own.random() < 0.4 else captured.replay(seed)
+            todo.append((captured, seed, results))
+            del results
+            if turn % 3 == 2 or turn == len(seeds) - 1:
+                on.synchronize()
+                while todo:
+                    which, given, results = todo.pop()
+                    which.check(given, results)
+                    del which, results
+        on.synchronize()
+        comm.barrier()
+        del captured, graphs
+    gc.collect()
