@@ -267,6 +267,18 @@ def test_an_offered_slot_is_nobody_elses():
     assert not slots.may_view(again, False)
 
 
+def test_no_view_is_given_on_an_offered_slot_that_a_graph_uses():
+    slots = Slots(_Counted(), 2, ahead=True)
+    before, offer = slots.for_dispatch(None, False)
+    slots.launched(offer)
+    del before
+    first, _ = slots.for_dispatch(None, True)
+    assert slots.may_view(first, True)
+    second, _ = slots.for_dispatch(None, True)
+    assert second.slot == offer
+    assert not slots.may_view(second, True)  # the next dispatch outside the graph gets that slot
+
+
 def test_a_lost_slot_is_told_with_its_holder():
     slots = Slots(_Counted(), 1)
     lease, _ = slots.for_dispatch(None, False)
