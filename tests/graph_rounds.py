@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from cuda_streams import stream_of
 from hosts_rounds import HostsCase, layer_of, one_round
@@ -19,6 +20,7 @@ from layer import FIELDS, Array, Expected, Tokens, same
 
 import hal
 from hal.arrays import as_buffer
+from hal.errors import ContractError
 
 Results = dict[str, Any]
 
@@ -95,13 +97,16 @@ class Captured:
         carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
         return carrier.view(getattr(torch, as_buffer(array[:0]).dtype)).to(self.device)
 
-    def replay(self, seed: int) -> Results:
-        """With the batch of ``seed``, in the stream's order; the results are there once the stream has come that far."""
+    def replay(self, seed: int, bad: int | None = None) -> Results:
+        """With the batch of ``seed``, in the stream's order; the results are there once the stream has come that far.
+        ``bad``: rank 1 gives this id, which breaks the contract."""
         mine = batch(self.case, self.shape, seed)[0][self.rank]
         answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
         kept = []
         for name, to in self.given.items():
             kept.append(self.tensor(getattr(mine, name)))
+            if bad is not None and name == "topk_idx" and self.rank == 1:
+                kept[-1][len(kept[-1]) // 2] = bad
             self.on.copy(to, kept[-1])
         for to, array in ((self.answers, answers[self.rank]), (self.carried, carried[self.rank])):
             self.on.poison(to)  # also the rows that nobody sent
@@ -198,4 +203,25 @@ def alternating(comm: hal.Communicator, case: HostsCase, seeds: list[int], chanc
         on.synchronize()
         comm.barrier()
         del captured, graphs
+    gc.collect()
+
+
+def refused(comm: hal.Communicator, case: HostsCase) -> None:
+    """Ids of one rank break the contract in a replay, also in the graph's first: the next call of every rank says so, and
+    replays and calls after it are right. The combines of that replay wait for nobody and read nothing astray."""
+    on = stream_of(comm)
+    with layer_of(comm, case).ep as ep:
+        captured = Captured(comm, ep, case, on)
+        for seed, bad in enumerate([case.num_experts, -7, 0, 2**31 - 1]):  # 0: at every position of the token
+            kept = captured.replay(seed, bad)
+            on.synchronize()
+            comm.barrier()
+            with pytest.raises(ContractError, match=("twice" if bad == 0 else str(bad)) if comm.rank == 1 else "rank 1"):
+                captured.call(seed)
+            comm.barrier()
+            results = captured.call(seed) if seed % 2 else captured.replay(seed)
+            on.synchronize()
+            captured.check(seed, results)
+            del results, kept
+        del captured
     gc.collect()

@@ -58,6 +58,16 @@ def test_two_graphs_and_calls_in_any_order(layout, schedule, shape, num_buffers)
             run(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
 
 
+@pytest.mark.parametrize("combine", ["pull", "push"])
+@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_refused_replay_is_told_by_the_next_call(layout, schedule, shape, combine, monkeypatch):
+    monkeypatch.setenv("HAL_CUDA_COMBINE", combine)
+    if combine == "push" and (layout, shape[1]) != ("rank", 1):
+        pytest.skip("combines by reading")
+    run(graph_rounds.refused, a_case(schedule, layout, shape))
+
+
 # --- the emulated runtime ------------------------------------------------------------------------------------------------
 
 GLOBAL, THREAD_LOCAL = 0, 1

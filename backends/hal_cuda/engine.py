@@ -214,7 +214,7 @@ class CudaEngine:
             self.settle(pending)
             args = self._dispatch_args
             args.handle = pending.state.arrays
-            args.tokens, args.cached, args.slot = 0, pending.cached, pending.lease.slot
+            args.tokens, args.cached, args.slot = pending.state.tokens, pending.cached, pending.lease.slot
             args.phases, args.host_word, args.pad_to_rows, args.next_slot = native.RECV, 0, 0, -1
             blocks, spread = self.tuning.dispatch_blocks, self._fixed or self._spec.layout == "expert"
             args.blocks, args.threads = blocks if spread else min(8, blocks), self.tuning.threads
