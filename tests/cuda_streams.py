@@ -14,7 +14,6 @@ from ctypes import c_uint64
 from typing import Any
 
 import pytest
-import torch
 from hal_cuda import native, quick
 
 import hal
@@ -103,16 +102,19 @@ class TorchStream:
     """The same on a GPU."""
 
     def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
         self._stream = torch.cuda.Stream()
 
     def current(self) -> Any:
-        return torch.cuda.stream(self._stream)
+        return self._torch.cuda.stream(self._stream)
 
     @contextmanager
-    def capture(self) -> Iterator[Any]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            yield _Replayed(graph, self)
+    def capture(self) -> Iterator[TorchGraph]:
+        graph = self._torch.cuda.CUDAGraph()
+        with self._torch.cuda.graph(graph, stream=self._stream):
+            yield TorchGraph(graph, self)
 
     def copy(self, to: Any, source: Any) -> None:
         with self.current():
@@ -120,13 +122,15 @@ class TorchStream:
 
     def poison(self, tensor: Any) -> None:
         with self.current():
-            tensor.view(torch.uint8).fill_(0xEE)
+            tensor.view(self._torch.uint8).fill_(0xEE)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        self._torch.cuda.synchronize()
 
 
-class _Replayed:
+class TorchGraph:
+    """What was captured, replayed on the stream on which it was."""
+
     def __init__(self, graph: Any, on: TorchStream) -> None:
         self._graph, self._on = graph, on
 

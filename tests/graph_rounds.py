@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import time
 from functools import lru_cache
 from typing import Any
@@ -20,9 +21,10 @@ from layer import FIELDS, Array, Expected, Tokens, same
 
 import hal
 from hal.arrays import as_buffer
-from hal.errors import ContractError
+from hal.errors import ContractError, PeerTimeout
 
 Results = dict[str, Any]
+BY_ROW = FIELDS[:4]
 
 
 @lru_cache(maxsize=256)
@@ -40,62 +42,87 @@ def batch(case: HostsCase, shape: int, seed: int) -> tuple[list[Tokens], Expecte
 
 @lru_cache(maxsize=256)
 def wanted(case: HostsCase, shape: int, seed: int) -> tuple[list[Array], list[Array], list[Array], Any, Any]:
-    """The experts' made-up answers, weights to carry, biases; the sums of the rows as they are, and of the answers."""
+    """The experts' made-up answers, weights to carry, biases; the sums of the rows as they came (of quantised ones: of the
+    answers), and those of the answers with the weights that came home."""
     sent, expected = batch(case, shape, seed)
     weighted = {"weighted": True} if case.layout == "expert" else {}
     answers, rng = expected.answers(seed), np.random.default_rng(seed)
     carried = [rng.standard_normal(rows.topk_weights.shape).astype(np.float32) for rows in expected.rows]
-    bias = [rng.standard_normal(t.x.shape).astype(np.float32).astype(t.x.dtype) for t in sent]
-    plain = expected.combine([rows.x for rows in expected.rows], **weighted)
+    bias = [rng.standard_normal(t.x.shape).astype(np.float32).astype(answers[0].dtype) for t in sent]
+    plain = expected.combine(answers if case.scale_dim else [rows.x for rows in expected.rows], **weighted)
     full = expected.combine(answers, topk_weights=carried, bias=[[b] for b in bias], **weighted)
     return answers, carried, bias, plain, full
 
 
-class Captured:
-    """One graph and the arrays that it reads and writes.
+def tensor(ep: hal.ExpertParallel, array: Array) -> Any:
+    """On the device of ``ep``, also where that is host memory."""
+    engine: Any = ep._engine
+    carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
+    return carrier.view(getattr(torch, as_buffer(array[:0]).dtype)).to(engine.device)
 
-    It has every form in which dispatch and combine can be captured whole: combine of the received rows where they lie, of
-    ``ep.expert_output``, and of rows elsewhere with weights to carry and a bias; and a dispatch that reuses the handle.
+
+class Captured:
+    """One graph, and the arrays that it reads and writes.
+
+    It has every form of dispatch and combine: combine of the received rows where they lie, of ``ep.expert_output``, and of
+    rows elsewhere with weights to carry and a bias; and a dispatch that reuses the handle. ``halves``: each call as its two.
     """
 
     def __init__(
-        self, comm: hal.Communicator, ep: hal.ExpertParallel, case: HostsCase, on: Any, shape: int = 0
+        self,
+        comm: hal.Communicator,
+        ep: hal.ExpertParallel,
+        case: HostsCase,
+        on: Any,
+        *,
+        shape: int = 0,
+        halves: bool = False,
     ) -> None:
-        self.ep, self.case, self.on, self.shape, self.rank = ep, case, on, shape, comm.rank
-        self.device, self.weighted = torch.device(ep._engine.device), case.layout == "expert"  # type: ignore[attr-defined]
+        self.ep, self.case, self.on, self.shape, self.rank, self.halves = ep, case, on, shape, comm.rank, halves
+        self.engine: Any = ep._engine
+        self.weighted = case.layout == "expert"
         mine = batch(case, shape, 0)[0][self.rank]
-        self.given = {name: self.tensor(getattr(mine, name)) for name in ("x", "topk_idx", "topk_weights")}
+        names = ("x", "topk_idx", "topk_weights", *(["scales"] if case.scale_dim else []))
+        self.given = {name: tensor(self.ep, getattr(mine, name)) for name in names}
+        combined = getattr(torch, case.combine_dtype)
         on.synchronize()
         comm.barrier()
         with on.capture() as self.graph:
-            out = self.out = ep.dispatch(**self.given)
-            self.answers, self.carried = torch.empty_like(out.x), torch.empty_like(out.topk_weights)
-            self.bias = torch.empty_like(self.given["x"])
+            out = self._dispatch(**self.given)
+            # Empty, since a graph would fill them anew.
+            self.answers, self.carried = torch.empty_like(out.x, dtype=combined), torch.empty_like(out.topk_weights)
+            self.bias = torch.empty_like(self.given["x"], dtype=combined)
             self.results = self._rest(out, self.given, (self.answers, self.carried, self.bias))
         comm.barrier()
 
-    def _rest(self, out: Any, given: Results, extra: tuple[Any, Any, Any]) -> Results:
-        """After the dispatch: every form, and its results. ``kept``: what must last as long as work with it may be done."""
-        ep, weighted, (answers, carried, bias) = self.ep, self.weighted, extra
-        y = ep.combine(out.x, out.handle, weighted=weighted)
-        output = ep.expert_output(out.handle, out.x)
-        self.on.copy(output, out.x)
-        of_output = ep.combine(output, out.handle, weighted=weighted)
+    def _dispatch(self, x: Any, **given: Any) -> hal.Dispatched:
+        return self.ep.dispatch_recv(self.ep.dispatch_send(x, **given)) if self.halves else self.ep.dispatch(x, **given)
+
+    def _combine(self, x: Any, handle: hal.Handle, bias: Any = None, **options: Any) -> Any:
+        options["weighted"] = self.weighted
+        if self.halves:
+            return self.ep.combine_recv(self.ep.combine_send(x, handle, **options), bias=bias)
+        return self.ep.combine(x, handle, bias=bias, **options)
+
+    def _rest(self, out: hal.Dispatched, given: Results, extra: tuple[Any, Any, Any]) -> Results:
+        """What follows the dispatch, and all results. ``kept``: what must last as long as work with it may be done."""
+        answers, carried, bias = extra
+        plain = answers if self.case.scale_dim else out.x  # of the combined type
+        y = self._combine(plain, out.handle)
+        output = self.ep.expert_output(out.handle, plain)
+        self.on.copy(output, plain)
+        of_output = self._combine(output, out.handle)
         # In the window it holds combine's slot; elsewhere it is an array, which on emulated GPUs no allocator keeps.
-        in_window = ep._engine._offset_of(output.data_ptr(), output.nbytes) >= 0  # type: ignore[attr-defined]
+        in_window = self.engine._offset_of(output.data_ptr(), output.nbytes) >= 0
         kept = (out, None if in_window else output)
         del output
-        of_answers, home = ep.combine(answers, out.handle, weighted=weighted, topk_weights=carried, bias=bias)
-        again = ep.dispatch(given["x"], topk_weights=given["topk_weights"], handle=out.handle)
-        of_again = ep.combine(again.x, again.handle, weighted=weighted)
-        results = {name: getattr(out, name) for name in FIELDS if name != "scales"}
-        results |= {f"{name}_again": getattr(again, name) for name in ("x", "topk_idx", "topk_weights")}
+        of_answers, home = self._combine(answers, out.handle, topk_weights=carried, bias=bias)
+        again = self._dispatch(**{name: a for name, a in given.items() if name != "topk_idx"}, handle=out.handle)
+        of_again = self._combine(answers if self.case.scale_dim else again.x, again.handle)
+        results: Results = {name: getattr(out, name) for name in FIELDS}
+        results |= {f"{name}_again": getattr(again, name) for name in BY_ROW}
         results |= {"y": y, "y_of_output": of_output, "y_of_answers": of_answers, "y_again": of_again, "carried": home}
         return {**results, "kept": (*kept, again)}
-
-    def tensor(self, array: Array) -> Any:
-        carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
-        return carrier.view(getattr(torch, as_buffer(array[:0]).dtype)).to(self.device)
 
     def replay(self, seed: int, bad: int | None = None) -> Results:
         """With the batch of ``seed``, in the stream's order; the results are there once the stream has come that far.
@@ -104,22 +131,36 @@ class Captured:
         answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
         kept = []
         for name, to in self.given.items():
-            kept.append(self.tensor(getattr(mine, name)))
+            kept.append(tensor(self.ep, getattr(mine, name)))
             if bad is not None and name == "topk_idx" and self.rank == 1:
-                kept[-1][len(kept[-1]) // 2] = bad
+                kept[-1][len(to) // 2] = bad
             self.on.copy(to, kept[-1])
         for to, array in ((self.answers, answers[self.rank]), (self.carried, carried[self.rank])):
             self.on.poison(to)  # also the rows that nobody sent
-            kept.append(self.tensor(array))
+            kept.append(tensor(self.ep, array))
             if len(array):
                 self.on.copy(to[: len(array)], kept[-1])
-        kept.append(self.tensor(bias[self.rank]))
+        kept.append(tensor(self.ep, bias[self.rank]))
         self.on.copy(self.bias, kept[-1])
         for name, array in self._arrays(self.results).items():
             if not (name.startswith("x") and self.case.schedule == "latency"):  # whose padding is left alone
                 self.on.poison(array)
         self.graph.replay()
         return {"kept": kept, **self._saved(self.results)}
+
+    def call(self, seed: int) -> Results:
+        """The same batch by calls outside the graph, on its stream."""
+        mine = batch(self.case, self.shape, seed)[0][self.rank]
+        answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
+        given = {name: tensor(self.ep, getattr(mine, name)) for name in self.given}
+        extra = (
+            tensor(self.ep, answers[self.rank]),
+            tensor(self.ep, carried[self.rank]),
+            tensor(self.ep, bias[self.rank]),
+        )
+        with self.on.current():
+            results = self._rest(self._dispatch(**given), given, extra)
+        return {"kept": (given, extra, results), **self._saved(results)}
 
     @staticmethod
     def _arrays(results: Results) -> Results:
@@ -131,16 +172,6 @@ class Captured:
             self.on.copy(array, results[name])
         return saved
 
-    def call(self, seed: int) -> Results:
-        """The same batch by calls outside the graph, on its stream."""
-        mine = batch(self.case, self.shape, seed)[0][self.rank]
-        answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
-        given = {name: self.tensor(getattr(mine, name)) for name in self.given}
-        extra = (self.tensor(answers[self.rank]), self.tensor(carried[self.rank]), self.tensor(bias[self.rank]))
-        with self.on.current():
-            results = self._rest(self.ep.dispatch(**given), given, extra)
-        return {"kept": (given, extra, results), **self._saved(results)}
-
     def check(self, seed: int, results: Results) -> None:
         """Once the stream was synchronised."""
         expected = batch(self.case, self.shape, seed)[1]
@@ -148,7 +179,9 @@ class Captured:
         rows = expected.rows[self.rank]
         n = len(rows.x)
         for turn in ("", "_again"):
-            for name in ("x", "topk_idx", "topk_weights"):
+            for name in BY_ROW:
+                if getattr(rows, name) is None:
+                    continue
                 given = results[name + turn]
                 same(f"{name}{turn} of {seed}", given[:n], getattr(rows, name))
                 rest = given[n:]
@@ -162,18 +195,19 @@ class Captured:
         same("carried", results["carried"], home[self.rank])
 
 
-def replays(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> None:
+def replays(comm: hal.Communicator, case: HostsCase, seeds: list[int], halves: bool = False) -> None:
     """One graph, each replay checked before the next; and calls outside it, in host memory's way, in between."""
     layer, on = layer_of(comm, case), stream_of(comm)
     with layer.ep as ep:
         one_round(layer, case, 0)
-        captured = Captured(comm, ep, case, on)
+        captured = Captured(comm, ep, case, on, halves=halves)
         for seed in seeds:
             results = captured.replay(seed)
             on.synchronize()
             captured.check(seed, results)
             if seed % 2:
                 one_round(layer, case, seed, halves=seed % 4 == 1)
+                on.synchronize()
             comm.barrier()
         del captured, results
     gc.collect()
@@ -182,10 +216,10 @@ def replays(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> None:
 def alternating(comm: hal.Communicator, case: HostsCase, seeds: list[int], chance: int) -> None:
     """Two graphs of one ExpertParallel, with other token counts, and calls outside them, in an order that all ranks share;
     a rank may replay what another calls. Nobody waits between rounds, and ranks are late at random."""
-    layer, on = layer_of(comm, case), stream_of(comm)
+    on = stream_of(comm)
     shared, own = random.Random(chance), random.Random(1000 * chance + comm.rank)
-    with layer.ep as ep:
-        graphs = [Captured(comm, ep, case, on, shape) for shape in (0, 1)]
+    with layer_of(comm, case).ep as ep:
+        graphs = [Captured(comm, ep, case, on, shape=shape, halves=shape == chance % 3) for shape in (0, 1)]
         todo: list[tuple[Captured, int, Results]] = []
         for turn, seed in enumerate(seeds):
             captured = graphs[shared.randrange(2)]
@@ -200,15 +234,43 @@ def alternating(comm: hal.Communicator, case: HostsCase, seeds: list[int], chanc
                     which, given, results = todo.pop()
                     which.check(given, results)
                     del which, results
-        on.synchronize()
         comm.barrier()
         del captured, graphs
     gc.collect()
 
 
+def held(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> int:
+    """Replays while the caller holds what a call outside received, and while such a call is between its halves. In how many
+    of them a slot was offered for their rows that is not the one that they were captured with (schedule latency)."""
+    layer, on = layer_of(comm, case), stream_of(comm)
+    moved, rank = 0, comm.rank
+    with layer.ep as ep:
+        captured = Captured(comm, ep, case, on)
+        for seed in seeds:
+            sent, expected = batch(case, 1, seed)
+            arguments = layer.arguments(sent[rank])
+            view = ep.dispatch(**arguments)
+            pending = ep.dispatch_send(**arguments)
+            moved += captured.engine._slots._offered is not None
+            on.synchronize()
+            results = captured.replay(seed)
+            on.synchronize()
+            out = ep.dispatch_recv(pending)
+            captured.check(seed, results)
+            for received in (view, out):
+                for name in FIELDS:
+                    same(f"{name} of {seed}", getattr(received, name), getattr(expected.rows[rank], name))
+            y = ep.combine(view.x, out.handle, **({"weighted": True} if case.layout == "expert" else {}))
+            same("y", y, wanted(case, 1, seed)[3][rank])
+            del view, out, pending, results, y, received
+        del captured
+    gc.collect()
+    return moved
+
+
 def refused(comm: hal.Communicator, case: HostsCase) -> None:
     """Ids of one rank break the contract in a replay, also in the graph's first: the next call of every rank says so, and
-    replays and calls after it are right. The combines of that replay wait for nobody and read nothing astray."""
+    replays and calls after it are right. What is launched in that replay by its handle waits for nobody."""
     on = stream_of(comm)
     with layer_of(comm, case).ep as ep:
         captured = Captured(comm, ep, case, on)
@@ -216,7 +278,9 @@ def refused(comm: hal.Communicator, case: HostsCase) -> None:
             kept = captured.replay(seed, bad)
             on.synchronize()
             comm.barrier()
-            with pytest.raises(ContractError, match=("twice" if bad == 0 else str(bad)) if comm.rank == 1 else "rank 1"):
+            with pytest.raises(
+                ContractError, match=("twice" if bad == 0 else str(bad)) if comm.rank == 1 else "rank 1"
+            ):
                 captured.call(seed)
             comm.barrier()
             results = captured.call(seed) if seed % 2 else captured.replay(seed)
@@ -224,4 +288,54 @@ def refused(comm: hal.Communicator, case: HostsCase) -> None:
             captured.check(seed, results)
             del results, kept
         del captured
+    gc.collect()
+
+
+def absent(comm: hal.Communicator, case: HostsCase, told: threading.Event) -> int | None:
+    """Rank 1 does not replay what the others do. Whom the error of their next call names."""
+    on = stream_of(comm)
+    with comm.expert_parallel(**case.settings, timeout=3.0) as ep:
+        captured = Captured(comm, ep, case, on)
+        if comm.rank == 1:
+            told.wait(100)
+            return None
+        kept = captured.replay(1)
+        on.synchronize()
+        with pytest.raises(PeerTimeout) as error:
+            captured.call(1)
+        told.set()
+        del kept
+        return error.value.rank
+
+
+def output_after_a_capture(comm: hal.Communicator, case: HostsCase) -> None:
+    """Peers may read an expert's output until the next dispatch; one that is only captured does not end that."""
+    on = stream_of(comm)
+    with comm.expert_parallel(**case.settings) as ep:
+        engine: Any = ep._engine
+        mine = batch(case, 0, 1)[0][comm.rank]
+        x, ids = tensor(ep, mine.x), tensor(ep, mine.topk_idx)
+
+        def in_window() -> bool:
+            output = ep.expert_output(handle, x)
+            return bool(engine._offset_of(output.data_ptr(), output.nbytes) >= 0)
+
+        with on.current():
+            handle = ep.dispatch(x, ids).handle
+            assert in_window()
+            output = ep.expert_output(handle, x)
+            on.poison(output)
+            y = ep.combine(output, handle)
+            del output
+            assert not in_window()
+        comm.barrier()
+        with on.capture():
+            kept = ep.dispatch(x, ids)
+        comm.barrier()
+        with on.current():
+            assert not in_window()
+            again = ep.dispatch(x, ids)
+            assert in_window()
+        on.synchronize()
+        del kept, again, y
     gc.collect()

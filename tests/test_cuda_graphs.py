@@ -9,26 +9,25 @@ from ctypes import byref, c_int, c_uint64, c_void_p
 from typing import Any
 
 import pytest
-from hal_cuda import native
-from hal_cuda.probe import probe_emulator
-
-if not probe_emulator().usable:
-    pytest.skip(probe_emulator().reason, allow_module_level=True)
-torch = pytest.importorskip("torch")
-
-import graph_rounds
 from cuda_emulator import emulator
 from cuda_streams import caller_streams  # noqa: F401 (a fixture)
+from hal_cuda import native
+from hal_cuda.probe import probe_emulator
 from hosts_rounds import a_case
 
 import hal
 from hal.arrays import as_buffer
 from hal.errors import HalError
 
+NEEDED = "torch is not installed: pip install 'moe-hal[torch]'"
+torch = pytest.importorskip("torch", reason=NEEDED)
+graph_rounds = pytest.importorskip("graph_rounds", reason=NEEDED)
+if not probe_emulator().usable:
+    pytest.skip(probe_emulator().reason, allow_module_level=True)
+
 pytestmark = pytest.mark.usefixtures("caller_streams")
 
 LAYOUTS = ["rank", "expert"]
-ONE_HOST = ["direct", "latency"]
 SCHEDULES = [("direct", (3, 1)), ("latency", (3, 1)), ("direct", (4, 2)), ("hierarchical", (4, 2)), ("latency", (4, 2))]
 """With ranks and hosts."""
 NAMES = [f"{schedule}-{hosts}x{ranks // hosts}" for schedule, (ranks, hosts) in SCHEDULES]
@@ -58,14 +57,62 @@ def test_two_graphs_and_calls_in_any_order(layout, schedule, shape, num_buffers)
             run(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
 
 
-@pytest.mark.parametrize("combine", ["pull", "push"])
 @pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_refused_replay_is_told_by_the_next_call(layout, schedule, shape, combine, monkeypatch):
-    monkeypatch.setenv("HAL_CUDA_COMBINE", combine)
-    if combine == "push" and (layout, shape[1]) != ("rank", 1):
-        pytest.skip("combines by reading")
+def test_replays_of_halves(layout, schedule, shape):
+    run(graph_rounds.replays, a_case(schedule, layout, shape), [1, 2, 3], True)
+
+
+@pytest.mark.parametrize("schedule", ["direct", "latency"])
+def test_replays_of_combines_by_push(schedule, monkeypatch):
+    monkeypatch.setenv("HAL_CUDA_COMBINE", "push")
+    case = a_case(schedule, "rank", (3, 1))
+    for seed in range(2):
+        with emulator(seed):
+            run(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
+    run(graph_rounds.refused, case)
+
+
+def test_replays_of_sums_by_rank_within_one_domain(monkeypatch):
+    monkeypatch.setenv("HAL_CUDA_EMULATOR_ONE_DOMAIN", "1")
+    case = a_case("hierarchical", "expert", (3, 3))
+    for seed in range(2):
+        with emulator(seed):
+            run(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
+    run(graph_rounds.refused, case)
+
+
+@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+def test_replays_of_quantised_rows_and_few_buffers(schedule, shape):
+    for layout, alignment in (("rank", 1), ("expert", 4)):
+        case = a_case(schedule, layout, shape, dtype="float8_e4m3fn", alignment=alignment, num_buffers=1)
+        run(graph_rounds.alternating, case, list(range(1, 7)), 1)
+
+
+@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replays_while_other_slots_are_held(layout, schedule, shape):
+    for seed in range(2):
+        with emulator(seed):
+            moved = run(graph_rounds.held, a_case(schedule, layout, shape, num_buffers=5), [1, 2, 3, 4, 5])
+            if schedule == "latency":
+                assert all(moved), moved
+
+
+@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_refused_replay_is_told_by_the_next_call(layout, schedule, shape):
     run(graph_rounds.refused, a_case(schedule, layout, shape))
+
+
+def test_a_peer_that_does_not_replay_is_named_by_the_next_call():
+    told = threading.Event()
+    absent = run(graph_rounds.absent, a_case("direct", "rank", (2, 1)), told)
+    assert absent == [1, None]
+
+
+def test_a_captured_dispatch_ends_no_reading_of_an_experts_output():
+    run(graph_rounds.output_after_a_capture, a_case("direct", "rank", (2, 1)))
 
 
 # --- the emulated runtime ------------------------------------------------------------------------------------------------
