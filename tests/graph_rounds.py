@@ -129,38 +129,35 @@ class Captured:
         ``bad``: rank 1 gives this id, which breaks the contract."""
         mine = batch(self.case, self.shape, seed)[0][self.rank]
         answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
-        kept = []
-        for name, to in self.given.items():
-            kept.append(tensor(self.ep, getattr(mine, name)))
-            if bad is not None and name == "topk_idx" and self.rank == 1:
-                kept[-1][len(to) // 2] = bad
-            self.on.copy(to, kept[-1])
-        for to, array in ((self.answers, answers[self.rank]), (self.carried, carried[self.rank])):
-            self.on.poison(to)  # also the rows that nobody sent
-            kept.append(tensor(self.ep, array))
-            if len(array):
-                self.on.copy(to[: len(array)], kept[-1])
-        kept.append(tensor(self.ep, bias[self.rank]))
-        self.on.copy(self.bias, kept[-1])
-        for name, array in self._arrays(self.results).items():
-            if not (name.startswith("x") and self.case.schedule == "latency"):  # whose padding is left alone
-                self.on.poison(array)
-        self.graph.replay()
-        return {"kept": kept, **self._saved(self.results)}
+        with self.on.current():
+            kept = []
+            for name, to in self.given.items():
+                kept.append(tensor(self.ep, getattr(mine, name)))
+                if bad is not None and name == "topk_idx" and self.rank == 1:
+                    kept[-1][len(to) // 2] = bad
+                self.on.copy(to, kept[-1])
+            for to, array in ((self.answers, answers[self.rank]), (self.carried, carried[self.rank])):
+                self.on.poison(to)  # also the rows that nobody sent
+                kept.append(tensor(self.ep, array))
+                if len(array):
+                    self.on.copy(to[: len(array)], kept[-1])
+            kept.append(tensor(self.ep, bias[self.rank]))
+            self.on.copy(self.bias, kept[-1])
+            for name, array in self._arrays(self.results).items():
+                if not (name.startswith("x") and self.case.schedule == "latency"):  # whose padding is left alone
+                    self.on.poison(array)
+            self.graph.replay()
+            return {"kept": kept, **self._saved(self.results)}
 
     def call(self, seed: int) -> Results:
         """The same batch by calls outside the graph, on its stream."""
         mine = batch(self.case, self.shape, seed)[0][self.rank]
         answers, carried, bias, *_ = wanted(self.case, self.shape, seed)
-        given = {name: tensor(self.ep, getattr(mine, name)) for name in self.given}
-        extra = (
-            tensor(self.ep, answers[self.rank]),
-            tensor(self.ep, carried[self.rank]),
-            tensor(self.ep, bias[self.rank]),
-        )
         with self.on.current():
-            results = self._rest(self._dispatch(**given), given, extra)
-        return {"kept": (given, extra, results), **self._saved(results)}
+            given = {name: tensor(self.ep, getattr(mine, name)) for name in self.given}
+            answer, carry, add = (tensor(self.ep, arrays[self.rank]) for arrays in (answers, carried, bias))
+            results = self._rest(self._dispatch(**given), given, (answer, carry, add))
+            return {"kept": (given, answer, carry, add, results), **self._saved(results)}
 
     @staticmethod
     def _arrays(results: Results) -> Results:
