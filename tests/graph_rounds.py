@@ -236,17 +236,26 @@ def alternating(comm: hal.Communicator, case: HostsCase, seeds: list[int], chanc
     gc.collect()
 
 
-def held(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> int:
+def held(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> tuple[int, int]:
     """Replays while the caller holds what a call outside received, and while such a call is between its halves. In how many
-    of them a slot was offered for their rows that is not the one that they were captured with (schedule latency)."""
+    of them a slot was offered for their rows that is not the one that they were captured with (schedule latency); and how
+    often what was held were views."""
     layer, on = layer_of(comm, case), stream_of(comm)
-    moved, rank = 0, comm.rank
+    moved, views, rank = 0, 0, comm.rank
     with layer.ep as ep:
+        # While this is held the graph's results are copied out, so that views may be given later.
+        first = ep.dispatch(**layer.arguments(batch(case, 1, 0)[0][rank]))
+        on.synchronize()
         captured = Captured(comm, ep, case, on)
+        del first
+        before: list[tuple[hal.Dispatched, Expected]] = []  # held for one turn more
         for seed in seeds:
             sent, expected = batch(case, 1, seed)
             arguments = layer.arguments(sent[rank])
             view = ep.dispatch(**arguments)
+            x = as_buffer(view.x)
+            views += captured.engine._offset_of(x.ptr, x.nbytes) >= 0
+            del x
             pending = ep.dispatch_send(**arguments)
             moved += captured.engine._slots._offered is not None
             on.synchronize()
@@ -254,15 +263,16 @@ def held(comm: hal.Communicator, case: HostsCase, seeds: list[int]) -> int:
             on.synchronize()
             out = ep.dispatch_recv(pending)
             captured.check(seed, results)
-            for received in (view, out):
+            before.append((view, expected))
+            for received, rows in (*before, (out, expected)):
                 for name in FIELDS:
-                    same(f"{name} of {seed}", getattr(received, name), getattr(expected.rows[rank], name))
+                    same(f"{name} at {seed}", getattr(received, name), getattr(rows.rows[rank], name))
             y = ep.combine(view.x, out.handle, **({"weighted": True} if case.layout == "expert" else {}))
             same("y", y, wanted(case, 1, seed)[3][rank])
-            del view, out, pending, results, y, received
-        del captured
+            del view, out, pending, results, y, received, before[:-1]
+        del captured, before
     gc.collect()
-    return moved
+    return moved, views
 
 
 def refused(comm: hal.Communicator, case: HostsCase) -> None:
