@@ -60,7 +60,15 @@ def test_every_source_compiles(tmp_path):
         files = [file for file in files if "nccl.h" not in included(file)]
     places = ["-I", str(sources / "include"), *(part for path in headers[:1] for part in ("-isystem", str(path)))]
     for file in files:
-        command = [compiler, *build.FLAGS, *WARNINGS_END, "-gencode=arch=compute_90,code=sm_90", *places, "-c", str(file)]
+        command = [
+            compiler,
+            *build.FLAGS,
+            *WARNINGS_END,
+            "-gencode=arch=compute_90,code=sm_90",
+            *places,
+            "-c",
+            str(file),
+        ]
         told = subprocess.run([*command, "-o", str(tmp_path / "o.o")], capture_output=True, text=True, check=False)
         assert told.returncode == 0, f"{file.name}: {told.stderr[-3000:]}"
 
@@ -122,9 +130,7 @@ def test_a_machine_with_everything_is_usable(one_gpu):
         ("nvidia-nccl-cu12", (13, 0), (), None, None),
     ],
 )
-def test_cuda_12_and_13_that_do_not_fit_are_said_in_words(
-    origin, release, driver, reason, fix, one_gpu, monkeypatch
-):
+def test_cuda_12_and_13_that_do_not_fit_are_said_in_words(origin, release, driver, reason, fix, one_gpu, monkeypatch):
     monkeypatch.setattr(nccl, "installed", lambda: [replace(one_gpu, origin=origin)])
     monkeypatch.setattr(build, "toolkit", lambda compiler: release)
     _driver(monkeypatch, driver)
@@ -265,6 +271,18 @@ def test_an_offered_slot_is_nobody_elses():
     again, _ = slots.for_dispatch(None, False)
     assert again.slot == offered
     assert not slots.may_view(again, False)
+
+
+def test_no_view_is_given_on_an_offered_slot_that_a_graph_uses():
+    slots = Slots(_Counted(), 2, ahead=True)
+    before, offer = slots.for_dispatch(None, False)
+    slots.launched(offer)
+    del before
+    first, _ = slots.for_dispatch(None, True)
+    assert slots.may_view(first, True)
+    second, _ = slots.for_dispatch(None, True)
+    assert second.slot == offer
+    assert not slots.may_view(second, True)  # the next dispatch outside the graph gets that slot
 
 
 def test_a_lost_slot_is_told_with_its_holder():

@@ -147,6 +147,8 @@ class CudaEngine:
         self._combine_open = False
         self._read_late = False
         """Peers may still read an expert's output: until the next dispatch nobody writes there."""
+        self._read_late_outside = False
+        """The same outside graphs, where a dispatch that is only captured ends nothing."""
         self._closed = False
         self._failure: str | None = None
         self._views = received_views(self.library, self.device, spec, world, self.place)
@@ -217,7 +219,7 @@ class CudaEngine:
             self.settle(pending)
             args = self._dispatch_args
             args.handle = pending.state.arrays
-            args.tokens, args.cached, args.slot = 0, pending.cached, pending.lease.slot
+            args.tokens, args.cached, args.slot = pending.state.tokens, pending.cached, pending.lease.slot
             args.phases, args.host_word, args.pad_to_rows, args.next_slot = native.RECV, 0, 0, -1
             blocks, spread = self.tuning.dispatch_blocks, self._fixed or self._spec.layout == "expert"
             args.blocks, args.threads = blocks if spread else min(8, blocks), self.tuning.threads
@@ -280,6 +282,7 @@ class CudaEngine:
         except BaseException:
             lease.ended = True
             raise
+        self._read_late_outside = capturing and (self._read_late or self._read_late_outside)
         self._read_late = False
         if not capturing:
             self._slots.launched(offer)
@@ -369,8 +372,9 @@ class CudaEngine:
         """[N, hidden] of the combined type, in the window if a slot can be spared: combine then copies nothing."""
         on = self._on(stream)
         shape, dtype = (state.rows, self._spec.hidden), self._spec.combine_dtype or self._spec.dtype
-        spare = not self._push and not self._read_late
-        lease = self._slots.for_output(self._window, self._capturing(on)) if spare else None
+        capturing = self._capturing(on)
+        spare = not self._push and not self._read_late and (capturing or not self._read_late_outside)
+        lease = self._slots.for_output(self._window, capturing) if spare else None
         if lease is None:
             return self._allocator.empty(like, shape, dtype, on)
         output: Buffer

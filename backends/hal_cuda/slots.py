@@ -91,7 +91,7 @@ class Slots:
 
     def may_view(self, lease: Lease, capturing: bool) -> bool:
         """Whether what the dispatch of ``lease`` received may be given as views; else it is copied out."""
-        left = len(self._free()) + (self._offered is not None)
+        left = len(self._free()) + (self._offered is not None and self._offered != lease.slot)
         return left >= self.flight_limit - self.in_flight and (capturing or not self._in_graph[lease.slot])
 
     def for_output(self, window: object, capturing: bool) -> Lease | None:

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "emulation/device.hpp"
 
-#include <atomic>
 #include <cstring>
-#include <thread>
-#include <vector>
 
 #include "emulation/block.hpp"
 #include "emulation/options.hpp"
@@ -51,6 +48,16 @@ void Stream::close() {
     const std::lock_guard lock(mutex_);
     closing_ = true;
     changed_.notify_all();
+}
+
+std::shared_ptr<Capture> Stream::capture() {
+    const std::lock_guard lock(mutex_);
+    return capture_;
+}
+
+void Stream::set_capture(std::shared_ptr<Capture> capture) {
+    const std::lock_guard lock(mutex_);
+    capture_ = std::move(capture);
 }
 
 void Stream::serve() {

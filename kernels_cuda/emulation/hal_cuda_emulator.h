@@ -26,6 +26,13 @@ int hal_cuda_emulator_limit(double seconds);
 /* Counts the kernels' loads of [begin, begin + bytes) from now on; of what was watched before, *loads gets the number. */
 int hal_cuda_emulator_count_loads(uint64_t begin, uint64_t bytes, uint64_t* loads);
 
+/* CUDA graphs: a stream is captured from `begin_capture` to `end_capture`, by one thread; the graph is launched any number
+ * of times. `mode`: a cudaStreamCaptureMode. An invalidated capture ends too, and gives no graph. */
+int hal_cuda_emulator_begin_capture(uint64_t stream, int mode);
+int hal_cuda_emulator_end_capture(uint64_t stream, uint64_t* graph);
+int hal_cuda_emulator_launch_graph(uint64_t graph, uint64_t stream);
+int hal_cuda_emulator_destroy_graph(uint64_t graph);
+
 #ifdef __cplusplus
 }
 #endif

@@ -120,8 +120,8 @@ typedef struct hal_cuda_dispatch_args {
     uint64_t pos, idx, weights, source, counts, expert_counts, expert_offsets, lists;
     uint64_t host_word; /* pinned: sequence << 32 | rows, written as soon as the rows are known; 0 = not wanted */
     uint32_t sequence;
-    int32_t tokens, idx_is_64, cached;
-    int32_t slot;      /* where the caller's arrays lie */
+    int32_t tokens, idx_is_64, cached; /* tokens: of the handle, in both halves */
+    int32_t slot;                      /* where the caller's arrays lie */
     int32_t next_slot; /* fixed slots: offered to the peers for the next round as this one begins; -1 = none yet */
     int32_t phases;
     int32_t pad_to_rows; /* rows up to here are zeroed; 0 = none beyond what the layout itself pads */

@@ -96,6 +96,7 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
     } else {
         push_rank_rows(ep, a, plan, launch.counters(), headers);
     }
+    if (!moved && !a.cached) forget_routing(ep, a, nullptr);  // no block places anything without headers
     const Clearing<kExpert> clearing(ep, a, plan, rows, moved);
     if (kExpert && blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);  // may read headers
     signal_peers(ep);
@@ -200,6 +201,7 @@ __device__ void dispatch_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_ar
         fill_from(ep, plan, moved, from);
         receive<kExpert>(ep, a, launch, plan.here, epoch, from);
     }
+    if (!moved && !a.cached) forget_routing(ep, a, &launch.counters());
     if (kExpert && !a.cached)
         for (int e = threadIdx.x; e <= ep.local_experts; e += blockDim.x)
             plan.start[e] = static_cast<unsigned>(e) * ep.world * ep.max_tokens;

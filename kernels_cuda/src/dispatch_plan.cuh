@@ -80,6 +80,21 @@ HAL_SELDOM void refuse(const hal_cuda_ep& ep, hal_cuda_error bad, Counters& coun
     atomicExch(&counters.refused, static_cast<unsigned>(bad.detail));
 }
 
+// The handle of a refused round routes nothing. Where the host waits for no counts it hears of the refusal late, and what it
+// launched by this handle before then must wait for nobody and read nothing astray. `places`: of a token. The caller sees to
+// it that nobody writes them any more; `threads` threads, of which this is one, share them.
+HAL_SELDOM void forget_routing(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, int places, int thread,
+                               int threads) {
+    for (int i = thread; i < a.tokens * places; i += threads) reinterpret_cast<std::int32_t*>(a.pos)[i] = -1;
+    for (int i = thread; i < a.tokens * ep.topk; i += threads) reinterpret_cast<std::int32_t*>(a.idx)[i] = -1;
+}
+// By all blocks. `counters`: of the launch when other blocks may still write places, or null.
+HAL_SELDOM void forget_routing(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Counters* counters) {
+    if (counters != nullptr && !grid_barrier(ep, *counters, 2)) return;
+    forget_routing(ep, a, ep.expert_layout ? ep.topk : ep.world,
+                   static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), static_cast<int>(gridDim.x * blockDim.x));
+}
+
 // Few tokens: every block looks at all of them. Many: each block looks at its part, and they exchange what they found
 // in this rank's own memory, which costs a grid barrier but reads the ids once.
 constexpr int kScanAlone = 1024;

@@ -263,6 +263,7 @@ __device__ inline void place_nothing(const Map& m, const hal_cuda_dispatch_args&
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int tails = m.ep.fixed_slots && m.ep.expert_layout ? m.ep.local_experts * m.ep.world : 0;
     if (a.cached) return;  // the handle is whole
+    forget_routing(m.ep, a, m.ep.topk, thread, threads);
     for (int i = thread; i < m.ep.world + kTails + tails; i += threads)
         reinterpret_cast<std::int32_t*>(a.counts)[i] = 0;
     for (int i = thread; i < m.ep.local_experts; i += threads) reinterpret_cast<std::int32_t*>(a.expert_counts)[i] = 0;

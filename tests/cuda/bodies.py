@@ -254,46 +254,6 @@ def refusals(comm: hal.Communicator) -> None:
             comm.barrier()
 
 
-def graphs(comm: hal.Communicator, settings: dict[str, Any], weighted: bool) -> None:
-    """Dispatch and combine captured once, replayed with other tokens and routings; outputs poisoned in between."""
-    with comm.expert_parallel(**settings) as ep:
-        tokens = ep.spec.max_tokens
-        r = Round(comm, ep, [tokens, tokens], 1)
-        static = r.arguments()
-        static["topk_idx"] = static["topk_idx"].long()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            out = ep.dispatch(**static)
-            ep.combine(out.x.clone(), out.handle)
-            del out
-        torch.cuda.synchronize()
-        comm.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = ep.dispatch(**static)
-            y = ep.combine(out.x, out.handle, weighted=weighted)
-        for seed in range(2, 22):
-            r = Round(comm, ep, [tokens, tokens], seed, skew=0.5 * (seed % 3))
-            for name, value in r.arguments().items():
-                static[name].copy_(value)
-            poison(y)
-            torch.cuda.synchronize()
-            graph.replay()
-            torch.cuda.synchronize()
-            wanted = r.rows[r.me]
-            n = len(wanted.x)
-            for name in ("x", "topk_idx", "topk_weights"):
-                given = getattr(out, name)
-                same(name, given[:n], getattr(wanted, name))
-                assert not bool(given[n:].view(torch.uint8).any()) or name == "topk_idx", name
-            assert bool((out.topk_idx[n:] == -1).all())
-            same("tokens_per_expert", out.tokens_per_expert, wanted.tokens_per_expert)
-            same("y", y, oracle.combine(ep.spec, r.batch, r.rows, [rows.x for rows in r.rows], r.me, weighted=weighted))
-            comm.barrier()
-        del out, y, graph
-    gc.collect()
-
-
 def many_rounds(comm: hal.Communicator, settings: dict[str, Any], number: int) -> None:
     """Many rounds, ranks delayed at random against each other, every result compared; views kept across rounds."""
     device = f"cuda:{comm.rank}"

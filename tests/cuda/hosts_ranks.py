@@ -17,8 +17,16 @@ from hal_cuda import software_nic
 TESTS = str(Path(__file__).parents[1])
 
 
-def run(body: str, hosts: int, ranks: int, *args: Any, seconds: float = 240.0, **environment: str) -> list[Any]:
-    """``hosts_rounds.<body>(comm, *args)`` on every rank; the results in rank order. ``environment``: more variables."""
+def run(
+    body: str,
+    hosts: int,
+    ranks: int,
+    *args: Any,
+    seconds: float = 240.0,
+    module: str = "hosts_rounds",
+    **environment: str,
+) -> list[Any]:
+    """``<module>.<body>(comm, *args)`` on every rank; the results in rank order. ``environment``: more variables."""
     plan = software_nic.plan(hosts, ranks)
     context = multiprocessing.get_context("spawn")
     token = secrets.token_hex(16)
@@ -26,7 +34,7 @@ def run(body: str, hosts: int, ranks: int, *args: Any, seconds: float = 240.0, *
     for rank in range(ranks):
         mine, theirs = context.Pipe()
         place = (rank, ranks, hosts, token, {**plan.environment(rank), **environment})
-        process = context.Process(target=_serve, args=(theirs, place, body, args), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, place, (module, body), args), daemon=True)
         process.start()
         pipes.append(mine)
         processes.append(process)
@@ -39,7 +47,10 @@ def run(body: str, hosts: int, ranks: int, *args: Any, seconds: float = 240.0, *
     return [answer for _, answer in answers]
 
 
-def _serve(pipe: Any, place: tuple[int, int, int, str, dict[str, str]], body: str, args: tuple[Any, ...]) -> None:
+def _serve(
+    pipe: Any, place: tuple[int, int, int, str, dict[str, str]], named: tuple[str, str], args: tuple[Any, ...]
+) -> None:
+    module, body = named
     rank, ranks, hosts, token, environment = place
     os.environ.update(environment)  # before anything loads CUDA or NCCL
     sys.path.insert(0, TESTS)
@@ -52,6 +63,6 @@ def _serve(pipe: Any, place: tuple[int, int, int, str, dict[str, str]], body: st
         torch.cuda.set_device(rank % torch.cuda.device_count())
         config = hal.HalConfig("cuda", "gin", hal.TopologyConfig(hosts), timeout=60.0)
         with hal.connect(config, run=Run(rank, ranks, token, "tests")) as comm:
-            pipe.send(("ok", getattr(importlib.import_module("hosts_rounds"), body)(comm, *args)))
+            pipe.send(("ok", getattr(importlib.import_module(module), body)(comm, *args)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-HERE = str(Path(__file__).parent)
+HERE, TESTS = str(Path(__file__).parent), str(Path(__file__).parents[1])
 RANKS = 2
 
 
@@ -73,7 +73,7 @@ class Pair:
 
 def _serve(pipe: Any, place: tuple[int, str, float, int, str | None]) -> None:
     rank, token, timeout, nodes, transport = place
-    sys.path.insert(0, HERE)
+    sys.path[:0] = [HERE, TESTS]
     try:
         import torch
 

@@ -44,3 +44,10 @@ def test_halves_in_flight_and_refusals(schedule):
         case = a_case(schedule, layout, (2, 2), num_buffers=4)
         hosts_ranks.run("in_flight", case.nodes, case.ranks, case, [0, 1, 2, 3])
         hosts_ranks.run("refusals", case.nodes, case.ranks, case)
+
+
+@pytest.mark.parametrize("schedule", ["direct", "hierarchical", "latency"])
+def test_graph_replays(schedule):
+    for layout in ("rank", "expert"):
+        case = a_case(schedule, layout, (2, 2))
+        hosts_ranks.run("replays", case.nodes, case.ranks, case, [1, 2, 3], module="graph_rounds")

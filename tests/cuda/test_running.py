@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from hosts_rounds import a_case
 
 pytestmark = pytest.mark.cuda
 
@@ -26,7 +33,13 @@ def test_bad_ids_are_refused_before_rows_move(pair):
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 @pytest.mark.parametrize("max_tokens", [32, 600])
 def test_graph_replays(pair, layout, schedule, max_tokens):
-    pair.run("graphs", settings(layout=layout, schedule=schedule, max_tokens=max_tokens), layout == "expert")
+    shape = {"max_tokens": max_tokens, "hidden": 128, "experts_per_rank": 4}
+    case = a_case(schedule, layout, (2, 1), num_buffers=3, **shape)
+    pair.run("replays", case, [1, 2, 3, 4, 5, 6], module="graph_rounds")
+    pair.run("alternating", case, list(range(7, 16)), 1, module="graph_rounds")
+    if max_tokens == 32:
+        pair.run("held", replace(case, num_buffers=5), [1, 2, 3], module="graph_rounds")
+        pair.run("refused", case, module="graph_rounds")
 
 
 @pytest.mark.parametrize("layout", ["rank", "expert"])
