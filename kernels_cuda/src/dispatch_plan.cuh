@@ -339,7 +339,8 @@ struct Padding {
         if (!expert) return plan.counts[segment * ep.world + ep.rank];
         if (a.cached) return reinterpret_cast<const std::int32_t*>(a.counts)[ep.world + kTails + segment];
         const int e = segment / ep.world, source = segment % ep.world;
-        return static_cast<unsigned>(load_window(tally_at(ep, ep.rank, plan.here, source) + 1 + e));
+        // Not a plain load: another thread awaited the word, and a cache may hold it from before it came.
+        return static_cast<std::uint32_t>(load_relaxed(tally_at(ep, ep.rank, plan.here, source) + 1 + e));
     }
     __device__ unsigned first(int segment) const {
         if (ep.fixed_slots) return static_cast<unsigned>(segment) * ep.max_tokens + received(segment);
