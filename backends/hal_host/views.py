@@ -12,6 +12,7 @@ window itself (masking.py); for GPUs it only carries what their hosts tell one a
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -40,7 +41,7 @@ class Operation(Generic[E]):
     sent: Any = None
 
 
-class Views(Generic[E]):
+class Views(ABC, Generic[E]):
     """One rank's side. ``session`` is over shared memory, and lasts longer."""
 
     _engine: E
@@ -59,25 +60,25 @@ class Views(Generic[E]):
 
     # --- the subclass's --------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _window_bytes(self, members: Members) -> int:
         """Of the window of a view."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _open(self, window: int, members: Members) -> E:
         """Collective among the members: what works in a view. A rank that is lost meanwhile is a PeerTimeout."""
-        raise NotImplementedError
 
     def _leave(self) -> None:
         """Nothing more is done in the view that this rank is in. May be called again."""
 
+    @abstractmethod
     def _word_offset(self, rank: int) -> int:
         """Where in the window a rank's word lies that says how many rounds of the view it holds; a rank's own word, how many
         have ended there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end_round(self, engine: E) -> None:
         """The round that this rank holds has ended on another rank, so it ends here."""
-        raise NotImplementedError
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank is gone for good, having closed, failed or died."""
