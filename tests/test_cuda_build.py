@@ -73,6 +73,17 @@ def test_every_source_compiles(tmp_path):
         assert told.returncode == 0, f"{file.name}: {told.stderr[-3000:]}"
 
 
+def test_every_kernel_says_how_many_threads_it_is_started_with():
+    """Without __launch_bounds__ the compiler may give a thread so many registers that the launch fails on a GPU; on the
+    emulation there are none to run out of."""
+    kernels = bounded = 0
+    for path in sorted((ROOT / "kernels_cuda" / "src").glob("*.cu*")):
+        text = re.sub(r"//.*", "", path.read_text())
+        kernels += text.count("__global__")
+        bounded += len(re.findall(r"__global__ void\s+__launch_bounds__\(", text))
+    assert bounded == kernels > 8
+
+
 def test_structures_are_those_of_the_header(tmp_path):
     """Sizes as a C compiler sees them."""
     names = {

@@ -113,7 +113,7 @@ class Slots:
                 "combine's slot",
                 2,
                 1,
-                "an array of ep.expert_output is held: give it to combine whole, or let go of it",
+                f"an array of ep.expert_output is held ({self._holder(slot)}): give it to combine whole, or let go of it",
             )
         return self._lease(slot, window, capturing)
 

@@ -105,7 +105,8 @@ def build_program(nccl: Path, folder: Path) -> Path:
         f"-I{nccl}/include",
         str(HERE / "tests" / "gin_alltoall.cu"),
     ]
-    subprocess.run([*command, "-o", str(program), str(libraries[0])], check=True)
+    # To the linker itself: nvcc takes no input named libnccl.so.2.
+    subprocess.run([*command, "-o", str(program), "-Xlinker", str(libraries[0])], check=True)
     return program
 
 

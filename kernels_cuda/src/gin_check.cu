@@ -6,6 +6,8 @@
 namespace hal::cuda {
 namespace {
 
+constexpr int kMostThreads = 256;
+
 // A rank's part of the window: rows received from each source, rows to send to each peer, and words: each row's signal,
 // data's, consumption's and the flag of each origin.
 struct Places {
@@ -199,8 +201,9 @@ struct Check {
     }
 };
 
-__global__ void gin_check_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_gin gin,
-                                 const __grid_constant__ hal_cuda_gin_check_args args) {
+__global__ void __launch_bounds__(kMostThreads, 1)
+    gin_check_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_gin gin,
+                     const __grid_constant__ hal_cuda_gin_check_args args) {
     const Check check(ep, gin, args);
     for (int round = 1; round <= args.rounds; ++round)
         if (!check.round(round)) return;
@@ -226,6 +229,9 @@ int hal_cuda_gin_check(const hal_cuda_ep* ep, const hal_cuda_gin* gin, const hal
                     std::to_string(gin->signals));
     if (args->kind == HAL_CUDA_CHECK_OTHER_QUEUE && gin->queues < 2) return fail("this check needs two queues");
     if (args->row_bytes % 8 != 0 || args->rows < 1) return fail("rows of whole 8-byte words, at least one");
+    if (args->threads < 32 || args->threads > kMostThreads)
+        return fail("this check takes 32 to " + std::to_string(kMostThreads) + " threads, not " +
+                    std::to_string(args->threads));
     hal_cuda_ep bounded = *ep;
     bounded.timeout_ns = timeout_ns;
     return launch(gin_check_kernel, ep->device, 1, args->threads, 0, stream, "check of GIN", bounded, *gin, *args);

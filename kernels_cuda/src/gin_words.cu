@@ -105,8 +105,9 @@ struct Run {
     }
 };
 
-__global__ void gin_words_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_gin gin,
-                                 const __grid_constant__ Ops ops, std::uint64_t* result) {
+__global__ void __launch_bounds__(kWordThreads, 1)
+    gin_words_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_gin gin,
+                     const __grid_constant__ Ops ops, std::uint64_t* result) {
     const Run run{ep, gin};
     const bool first = threadIdx.x == 0, warp = threadIdx.x < 32;
     for (int i = 0; i < ops.count; ++i) {

@@ -17,8 +17,9 @@ int blocks_for(std::int64_t units, int of_block) {
 // An id that is no expert's stays what it is, so that dispatch finds and refuses it. So must it find an expert that a token
 // names twice, also one that is lost, of which nothing would be left: the second becomes an id that nobody gives.
 template <class Id>
-__global__ void renumber_kernel(const Id* ids, std::int64_t count, int topk, const std::int32_t* numbers,
-                                std::int64_t experts, Id* out) {
+__global__ void __launch_bounds__(kThreads)
+    renumber_kernel(const Id* ids, std::int64_t count, int topk, const std::int32_t* numbers, std::int64_t experts,
+                    Id* out) {
     const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
     for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
         const Id id = ids[i];
@@ -40,8 +41,9 @@ int renumber(int device, std::uint64_t ids, std::int64_t count, int topk, std::u
 
 // Row from[i] goes to row to[i], by a warp; null: row i. Negative ones stay where they are.
 template <class Word>
-__global__ void move_rows_kernel(const char* source, char* target, const std::int32_t* from, const std::int32_t* to,
-                                 std::int64_t rows, std::int64_t row_words) {
+__global__ void __launch_bounds__(kThreads)
+    move_rows_kernel(const char* source, char* target, const std::int32_t* from, const std::int32_t* to,
+                     std::int64_t rows, std::int64_t row_words) {
     const std::int64_t warp = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
     const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * blockDim.x / 32;
     for (std::int64_t i = warp; i < rows; i += warps) {

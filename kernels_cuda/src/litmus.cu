@@ -212,8 +212,9 @@ class Player {
     std::uint64_t starts_ = 0, barriers_ = 0;
 };
 
-__global__ void litmus_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_gin gin,
-                              const __grid_constant__ hal_cuda_litmus run) {
+__global__ void __launch_bounds__(32 * HAL_CUDA_LITMUS_THREADS, 1)
+    litmus_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_gin gin,
+                  const __grid_constant__ hal_cuda_litmus run) {
     Player player(ep, gin, run);
     for (unsigned i = 0; i < run.repetitions; ++i) {
         const bool ok = player.once(i);

@@ -54,7 +54,7 @@ int check(ncclResult_t status, const char* what, ncclComm_t comm = nullptr) {
 }
 
 // The device's own view of the team and of a window, against the host's: shows that the structures agree.
-__global__ void look(ncclDevComm comm, ncclWindow_t window, std::uint64_t* out) {
+__global__ void __launch_bounds__(1) look(ncclDevComm comm, ncclWindow_t window, std::uint64_t* out) {
     const ncclTeam lsa = ncclTeamLsa(comm);
     out[0] = lsa.rank, out[1] = lsa.nRanks;
     out[2] = reinterpret_cast<std::uint64_t>(ncclGetLsaPointer(window, 0, 0));

@@ -7,8 +7,8 @@
 namespace hal::cuda {
 namespace {
 
-__global__ void words_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ Ops ops,
-                             std::uint64_t* result) {
+__global__ void __launch_bounds__(kWordThreads, 1)
+    words_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ Ops ops, std::uint64_t* result) {
     for (int i = 0; i < ops.count; ++i) {
         const hal_cuda_op& op = ops.op[i];
         __syncthreads();

@@ -25,17 +25,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     wanted = metafunc.config.getoption("--target", default=None)
     targets = [t for t in all_targets() if wanted in (None, t.backend, str(t))]
     if "case" not in metafunc.fixturenames:
-        chosen = [(target, None) for target in targets]
-        metafunc.parametrize("target", [_param(metafunc, t, PLAIN) for t, _ in chosen], ids=[str(t) for t in targets])
+        params = [pytest.param(t, marks=_marks(metafunc, t, PLAIN)) for t in targets]
+        metafunc.parametrize("target", params, ids=[str(t) for t in targets])
         return
+    cases = getattr(metafunc.function, "cases", CASES)
     only = getattr(metafunc.function, "only", lambda case: True)
-    pairs = [(t, case) for t in targets for case in (CASES if not t.reason else CASES[:1]) if only(case)]
+    pairs = [(t, case) for t in targets for case in (cases if not t.reason else cases[:1]) if only(case)]
     marks = [pytest.param(t, case, marks=_marks(metafunc, t, case), id=f"{t}-{case}") for t, case in pairs]
     metafunc.parametrize(("target", "case"), marks)
-
-
-def _param(metafunc, target, case):
-    return pytest.param(target, marks=_marks(metafunc, target, case))
 
 
 def _marks(metafunc, target, case):

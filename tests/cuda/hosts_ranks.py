@@ -61,7 +61,7 @@ def _serve(
         from hal.bootstrap import Run
 
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        config = hal.HalConfig("cuda", "gin", hal.TopologyConfig(hosts), timeout=60.0)
+        config = hal.HalConfig("cuda", "gin", hal.TopologyConfig(hosts), timeout=20.0)
         with hal.connect(config, run=Run(rank, ranks, token, "tests")) as comm:
             pipe.send(("ok", getattr(importlib.import_module(module), body)(comm, *args)))
     except BaseException:

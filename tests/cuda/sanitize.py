@@ -25,6 +25,7 @@ def main() -> None:
     for layout in ("rank", "expert") if transport is None else ("expert",):
         for schedule in ("direct", "latency") if transport is None else ("direct",):
             settings = {**common, "layout": layout, "schedule": schedule, "max_tokens": 8}
+            print(f"layout {layout}, schedule {schedule}", flush=True)
             pair.run("rounds", settings, SIZES, {}, seconds=200.0)
     if transport is None:
         pair.run("rounds", {**common, "max_tokens": 1100}, [[1040, 30]], {}, seconds=200.0)
