@@ -406,6 +406,8 @@ def small(bench: Bench) -> None:
         bench.pair(tokens, "bfloat16", "rank")
     bench.pair(128, "float8_e4m3fn", "rank")
     bench.pair(128, "bfloat16", "expert")
+    for layout in ("rank", "expert"):
+        bench.pair(128, "bfloat16", layout, schedule="latency")
 
 
 def sweep(bench: Bench) -> None:
@@ -421,12 +423,21 @@ def pull(bench: Bench) -> None:
     """Combine by reading what the experts wrote into ep.expert_output."""
     for tokens in (1024, 2048, 4096, 8192):
         for blocks in (24, 48, 64):
-            bench.pair(
-                tokens, "bfloat16", "rank", tuning={"combine_blocks": blocks}, pull=True, parts=False, label="pull"
-            )
+            pull_with(bench, tokens, "bfloat16", blocks)
     for tokens in (4096, 8192):
-        tuning = {"combine_blocks": 64}
-        bench.pair(tokens, "float8_e4m3fn", "rank", tuning=tuning, pull=True, parts=False, label="pull")
+        pull_with(bench, tokens, "float8_e4m3fn", 64)
+
+
+def targets(bench: Bench) -> None:
+    """The shapes of docs/performance_cuda.md's table that the parts suite, small and eager lack."""
+    for blocks in (24, 48):
+        pull_with(bench, 4096, "bfloat16", blocks)
+    pull_with(bench, 4096, "float8_e4m3fn", 48)
+
+
+def pull_with(bench: Bench, tokens: int, dtype: str, blocks: int) -> None:
+    tuning = {"combine_blocks": blocks}
+    bench.pair(tokens, dtype, "rank", tuning=tuning, pull=True, parts=False, label=f"pull, {blocks} SMs")
 
 
 def eager(bench: Bench) -> None:
@@ -465,6 +476,7 @@ PARTS = {
     "small": small,
     "sweep": sweep,
     "pull": pull,
+    "targets": targets,
     "eager": eager,
     "baseline": baseline,
     "suite": suite,

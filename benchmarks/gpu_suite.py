@@ -124,7 +124,7 @@ def contract(machine: Machine) -> Iterator[Step]:
 
 
 def benchmark(machine: Machine) -> Iterator[Step]:
-    words: list[object] = ["--part", "suite,small,eager,baseline", "--ranks", machine.ranks]
+    words: list[object] = ["--part", "suite,small,targets,eager,baseline", "--ranks", machine.ranks]
     if machine.rehearse:
         words = ["--part", "suite", "--ranks", machine.ranks, *tiny(machine)]
     out = machine.result("benchmark")
@@ -203,6 +203,8 @@ def sanitizer(machine: Machine, tool: str) -> Step:
     # NCCL asks the driver for kernels of every GPU that it knows and goes on without those it lacks: no errors of ours.
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "20"]
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    # For a host backtrace it keeps Python's frames, and with them their arrays, which then never give their slots back.
+    options += ["--show-backtrace", "device"]
     return Step(["compute-sanitizer", *options, *script], read=read_sanitizer)
 
 

@@ -6,9 +6,13 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hal_cuda import software_nic
+from hal_cuda.engine import CudaEngine
+from hal_cuda.variables import SOFTWARE_NIC_LIBRARY
+from hal_cuda.variables import software_nic as software_nic_in_use
 from software_nic import build
 
 from hal.errors import BackendUnavailable, ContractError
@@ -146,3 +150,24 @@ def test_plug_in_is_compiled_once_without_cmake_and_kept(tmp_path: Path, monkeyp
     monkeypatch.setattr(software_nic.subprocess, "run", lambda *a, **k: pytest.fail("compiled a second time"))
     assert software_nic.library({"HAL_CACHE": str(tmp_path)}) == made
     assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+@pytest.mark.parametrize(("failed", "capturing", "waits"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_launches_over_the_software_nic_end_before_the_call_returns(failed, capturing, waits):
+    """The caller's next driver call may otherwise wait for the launch inside the driver and keep the NIC's copies out."""
+    done = []
+    library = SimpleNamespace(stream_sync=lambda device, stream: done.append(("waited", device, stream)))
+    engine = SimpleNamespace(library=library, _session=SimpleNamespace(device=3), _capturing=lambda on: capturing)
+
+    def launch(*args):
+        done.append(("launched", *args))
+        return failed
+
+    assert CudaEngine._ended(engine, launch)(17, 5) == failed
+    assert done == [("launched", 17, 5), ("waited", 3, 5)][: 1 + waits]
+
+
+@pytest.mark.parametrize("name", ["NCCL_NET_PLUGIN", "NCCL_GIN_PLUGIN"])
+def test_the_software_nic_is_known_by_its_library(name):
+    assert software_nic_in_use({name: f"/somewhere/{SOFTWARE_NIC_LIBRARY}"})
+    assert not software_nic_in_use({name: "/opt/libnccl-net-ofi.so"})

@@ -28,6 +28,7 @@ from hal_cuda.layout import HandleLayout, Layout, handle_layout, layout
 from hal_cuda.memory import Allocator
 from hal_cuda.over_hosts import OverHosts
 from hal_cuda.slots import Lease, Slots
+from hal_cuda.variables import software_nic
 from hal_cuda.views import RECEIVED, Part, Views, received_views, torch_of
 
 if TYPE_CHECKING:
@@ -499,7 +500,21 @@ class CudaEngine:
         if self._over_hosts is None:
             return partial(library.raw_dispatch, ep, dispatch_args), partial(library.raw_combine, ep)
         both = (ep, self._over_hosts.description)
-        return partial(library.raw_hosts_dispatch, *both, dispatch_args), partial(library.raw_hosts_combine, *both)
+        dispatch = partial(library.raw_hosts_dispatch, *both, dispatch_args)
+        combine = partial(library.raw_hosts_combine, *both)
+        return (self._ended(dispatch), self._ended(combine)) if software_nic() else (dispatch, combine)
+
+    def _ended(self, launch: Callable[..., int]) -> Callable[..., int]:
+        """``launch``, which then waits for its end. The software NIC's copies are driver calls of this process; calls that
+        wait for the launch inside the driver, as the caller's next copy to pageable memory may be, would keep them out."""
+
+        def launched(*args: int) -> int:
+            failed, on = launch(*args), args[-1]
+            if not failed and not self._capturing(on):
+                self.library.stream_sync(self._session.device, on)
+            return failed
+
+        return launched
 
     def _dispatch_shape(self, tokens: int) -> tuple[int, int]:
         if self._crossing is not None:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hal_cuda import nccl
-from hal_cuda.variables import PLUGINS, SOFTWARE_NIC_LIBRARY
+from hal_cuda.variables import PLUGINS, SOFTWARE_NIC_LIBRARY, software_nic
 
 CUDA_13_DRIVER = (580,)
 """The oldest driver that runs programs made by CUDA 13."""
@@ -244,7 +244,7 @@ class Machine:
 
     @cached_property
     def software_nic(self) -> bool:
-        return any(Path(self.environ.get(name, "")).name == SOFTWARE_NIC_LIBRARY for name in PLUGINS)
+        return software_nic(self.environ)
 
     @cached_property
     def plug_in(self) -> str:

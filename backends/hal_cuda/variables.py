@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ from pathlib import Path
 
 SOFTWARE_NIC_LIBRARY = "libnccl-net-hal-swnic.so"
 PLUGINS = ("NCCL_NET_PLUGIN", "NCCL_RMA_PLUGIN", "NCCL_GIN_PLUGIN")
+
+
+def software_nic(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether NCCL is to use the software NIC."""
+    return any(Path(environ.get(name, "")).name == SOFTWARE_NIC_LIBRARY for name in PLUGINS)
 
 
 @dataclass(frozen=True)

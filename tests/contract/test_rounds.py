@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import tables
 from cases import CASES, MAX_TOKENS, PLAIN
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small rounds on two GPUs for compute-sanitizer, which cannot follow pytest's many processes:
 
-compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 python tests/cuda/sanitize.py
+compute-sanitizer --tool memcheck --target-processes all --show-backtrace device --report-api-errors no \\
+    --error-exitcode 9 python tests/cuda/sanitize.py
+
+Without --show-backtrace the tool keeps Python's frames alive, and the arrays in them. NCCL asks the driver for kernels of every
+GPU that it knows, hence --report-api-errors.
 
 With --emulated some of these rounds run on CPUs, without compute-sanitizer: that shows that the script is right.
 """
