@@ -63,11 +63,8 @@ struct Clearing {
 };
 
 template <bool kExpert>
-__device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Launch& launch) {
-    __shared__ hal_cuda_error bad;
-    if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
-    for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
-    __syncthreads();
+__device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Launch& launch,
+                     hal_cuda_error& bad) {
     if (launch.reads()) {
         launch.read();
         // Has come back before the header goes out: building the directory ends with a block barrier.
@@ -135,11 +132,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
 // The send half with fixed slots, and in a whole dispatch of layout expert also the peers' rows. False when a wait failed.
 template <bool kExpert>
 __device__ bool send_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, Launch& launch,
-                           std::int32_t* from, bool* moved) {
-    __shared__ hal_cuda_error bad;
-    if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
-    for (int e = threadIdx.x; e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
-    __syncthreads();
+                           hal_cuda_error& bad, std::int32_t* from, bool* moved) {
     if (launch.reads()) {
         launch.read();
         if (blockIdx.x == 0) offer_slots(ep, a, launch, launch.finished + 1);
@@ -176,13 +169,13 @@ __device__ bool send_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& 
 
 template <bool kExpert>
 __device__ void dispatch_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Plan& plan, Launch& launch,
-                               std::int32_t* from) {
+                               hal_cuda_error& bad, std::int32_t* from) {
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0, receives = (a.phases & HAL_CUDA_RECV) != 0;
     std::uint64_t epoch = 0;
     bool moved = true;
     std::uint64_t* note = tally_at(ep, ep.rank, static_cast<unsigned>(a.slot), ep.world);
     if (sends) {
-        if (!send_fixed<kExpert>(ep, a, plan, launch, from, &moved)) return;
+        if (!send_fixed<kExpert>(ep, a, plan, launch, bad, from, &moved)) return;
         epoch = launch.finished + 1;
         if (!receives && blockIdx.x == 0 && threadIdx.x == 0) store_window(note, stamped(epoch, plan.here));
     } else {
@@ -220,12 +213,17 @@ template <bool kExpert, bool kFixed>
 __global__ void __launch_bounds__(512, 1)
     dispatch_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_dispatch_args a) {
     __shared__ std::int32_t from[kMaxRanks];  // rows from each rank
-    await_earlier_launch();
-    Launch launch(state_of(ep)->dispatch);
+    __shared__ hal_cuda_error bad;
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
     Plan plan(dynamic_shared<std::uint32_t>(), ep, sends ? a.tokens : 0, kExpert);
+    // What needs nothing of the launches before comes before the wait for them.
+    if (threadIdx.x == 0) bad.claimed = 0, bad.detail = 0;
+    for (int e = threadIdx.x; sends && e < ep.experts; e += blockDim.x) plan.scratch[e] = 0;
+    __syncthreads();
+    await_earlier_launch();
+    Launch launch(state_of(ep)->dispatch);
     if constexpr (kFixed) {
-        dispatch_fixed<kExpert>(ep, a, plan, launch, from);
+        dispatch_fixed<kExpert>(ep, a, plan, launch, bad, from);
         launch.end(sends);
         return;
     }
@@ -233,7 +231,7 @@ __global__ void __launch_bounds__(512, 1)
     bool moved = true;
     std::uint64_t epoch = 0;
     if (sends) {
-        moved = send<kExpert>(ep, a, plan, launch);
+        moved = send<kExpert>(ep, a, plan, launch, bad);
         epoch = launch.finished + 1;
     } else {
         launch.begin();

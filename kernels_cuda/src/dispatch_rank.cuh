@@ -35,16 +35,16 @@ struct RowWords {
         const Ids ids(a);
         const auto* weights = reinterpret_cast<const float*>(a.topk_weights);
         const Divisor topk(ep.topk);
-        int entry[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int word = start + i * 32 + lane_id(), row = topk.of(word);
             const int from = __shfl_sync(0xffffffffu, token, min(row, 31));
-            entry[i] = row < rows ? from * ep.topk + word - row * ep.topk : -1;
-            weight[i] = 1.0f;
-            if (weights != nullptr && entry[i] >= 0) weight[i] = __ldcg(weights + entry[i]);
+            const int entry = from * ep.topk + word - row * ep.topk;
+            id[i] = -1, weight[i] = 1.0f;
+            if (row >= rows) continue;
+            id[i] = ids.good(entry);
+            if (weights != nullptr) weight[i] = __ldcg(weights + entry);
         }
-        ids.load(id, [&](int i) { return entry[i]; });
     }
     template <class Vector>
     __device__ void copy_scales(const Vector* from, Vector* to, int each) const {
@@ -107,18 +107,20 @@ __device__ void keep_token(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& 
     }
 }
 
-// Units of both kinds in one numbering, the few word units spread evenly among the many row pieces: they wait for memory
-// more than they move, so no moment should be all of them.
+// Units of both kinds in one numbering, the few word units spread among the many row pieces: they wait for memory more than
+// they move, so no moment should be all of them. One in 2^shift is a word unit while there are any.
 struct RankUnits {
-    int words, pieces, stride;
-    __device__ RankUnits(int word_units, int piece_units)
-        : words(word_units), pieces(piece_units), stride(word_units > 0 ? max(piece_units / word_units, 0) + 1 : 1) {}
-    __device__ int total() const { return words + pieces; }
-    __device__ bool is_words(int unit) const { return words > 0 && unit < words * stride && unit % stride == 0; }
-    __device__ int word_unit(int unit) const { return unit / stride; }
-    __device__ int piece_unit(int unit) const {
-        return words == 0 ? unit : unit - min((unit + stride - 1) / stride, words);
+    int words, pieces, shift;
+    __device__ RankUnits(int word_units, int piece_units) : words(word_units), pieces(piece_units), shift(0) {
+        if (words == 0) return;
+        shift = __clz(words) - __clz(total());
+        if (words << shift > total()) --shift;
     }
+    __device__ int total() const { return words + pieces; }
+    __device__ int before(int unit) const { return min((unit + (1 << shift) - 1) >> shift, words); }  // word units
+    __device__ bool is_words(int unit) const { return (unit & ((1 << shift) - 1)) == 0 && unit >> shift < words; }
+    __device__ int word_unit(int unit) const { return unit >> shift; }
+    __device__ int piece_unit(int unit) const { return unit - before(unit); }
 };
 
 // Each piece of a row is loaded once and stored at every rank that gets it. What the first unit needs is loaded before the

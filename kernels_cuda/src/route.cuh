@@ -24,6 +24,12 @@ struct Ids {
         return wide ? narrow(__ldcg(reinterpret_cast<const long long*>(base) + entry))
                     : __ldcg(reinterpret_cast<const std::int32_t*>(base) + entry);
     }
+    // The same of ids that the scan has found good, or has refused so that nothing comes of them: the low word says it all, so
+    // nobody waits for the value to see whether it fits.
+    __device__ __forceinline__ int good(int entry) const {
+        return __ldcg(reinterpret_cast<const std::int32_t*>(base) +
+                      (wide ? 2 * static_cast<std::int64_t>(entry) : entry));
+    }
     // kCount of them, of the entries that `entry(i)` names (negative = none, which gives -1). All loads are issued before the
     // first value is looked at.
     template <int kCount, class Entry>
@@ -108,9 +114,15 @@ struct Directory {
     // The token that is number `place` of those that go to `rank`.
     __device__ int token(int rank, unsigned place) const {
         const int group = segment_of(prefix(rank), groups, place);
-        std::uint32_t left = bits[rank * groups + group];
-        for (unsigned skip = place - prefix(rank)[group]; skip > 0; --skip) left &= left - 1;
-        return group * 32 + __ffs(static_cast<int>(left)) - 1;
+        const std::uint32_t tokens = bits[rank * groups + group];
+        unsigned skip = place - prefix(rank)[group];
+        int bit = 0;
+#pragma unroll 1
+        for (int half = 16; half > 0; half /= 2) {  // which half of the bits left has the one after `skip` others
+            const unsigned lower = static_cast<unsigned>(__popc(tokens >> bit & ((1u << half) - 1u)));
+            if (skip >= lower) skip -= lower, bit += half;
+        }
+        return group * 32 + bit;
     }
     // Bits of the groups begin .. end - 1. `mask_of(token)` gives the token's ranks as bits; it is called once for each
     // token, by whole warps.
