@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 from hal_cuda import build, nccl
 
+from hal.config import HalConfig
+from hal.errors import HalError
+
 HERE = Path(__file__).parent
 
 
@@ -168,3 +171,19 @@ def test_an_adopted_communicator_is_never_destroyed(tmp_path):
         assert library.hal_cuda_comm_create(identity, 1, 0, 0, ctypes.byref(comm)) == 0
         assert library.hal_cuda_comm_destroy(comm, failed) == 0
         assert calls() == wanted
+
+
+def test_more_ranks_than_gpus_are_told_what_to_do(monkeypatch):
+    """NCCL's own words name a variable under which ranks of one NVLink domain would wait for each other on one GPU."""
+    from hal_cuda import backend
+
+    library = SimpleNamespace(value=lambda name, kind: 2)
+
+    def refuse(*_: Any) -> int:
+        raise HalError("cuda: ncclCommInitRank: Multiple Ranks are using the same GPU/Partition. Set ...")
+
+    monkeypatch.setattr(backend.native, "load", lambda: library)
+    monkeypatch.setattr(backend, "create_communicator", refuse)
+    bootstrap = SimpleNamespace(rank=2, world_size=3, run=SimpleNamespace(group=None))
+    with pytest.raises(HalError, match=r"3 ranks.*sees 2\).*a rank for each GPU.*--hosts H -n 3"):
+        backend.connect_nccl(HalConfig("cuda"), bootstrap)

@@ -63,6 +63,10 @@ class CudaBackend:
         return buffer_parts(spec, ranks, pushes(spec, ranks, nodes))
 
 
+_SHARED_GPU = "Multiple Ranks are using the same GPU"
+"""In what NCCL says of it."""
+
+
 def connect_nccl(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     """Collective. Rank r uses GPU r of those that are visible, or the only one (then they must differ); with a torch
     process group the GPU that this is bound to, or that torch works on."""
@@ -72,7 +76,16 @@ def connect_nccl(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
         raise BackendUnavailable("cuda", "the driver shows no GPU", "see nvidia-smi")
     wanted = adopt.device_of(bootstrap)
     device = bootstrap.rank % devices if wanted is None else wanted
-    comm = _communicator(library, bootstrap, device)
+    try:
+        comm = _communicator(library, bootstrap, device)
+    except HalError as error:
+        if _SHARED_GPU not in str(error):
+            raise
+        raise HalError(
+            f"{bootstrap.world_size} ranks, but a host of theirs has fewer GPUs than ranks (this one sees {devices}): start a "
+            f"rank for each GPU, or lay the ranks out on make-believe hosts, which may share GPUs (hal run --backend cuda "
+            f"--hosts H -n {bootstrap.world_size} ...); {error}"
+        ) from None
     properties = native.Properties()
     library.comm_properties(comm, ctypes.byref(properties))
     if (properties.world, properties.rank) != (bootstrap.world_size, bootstrap.rank):
