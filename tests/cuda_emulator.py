@@ -69,6 +69,22 @@ class Round:
         self.sums, self.weights_back = reference.combine(self.answers, handle, topk_weights=self.back)
 
 
+class Skewed(Round):
+    """Half of the tokens name the same experts; a tenth of all ids are -1, and a token may have no other."""
+
+    def __init__(self, scenario: Scenario, number: int) -> None:
+        super().__init__(scenario, number)
+        rng = np.random.default_rng(number)
+        spec = scenario.spec
+        for ids in self.idx:
+            ids[: len(ids) // 2] = np.arange(spec.top_k)
+            ids[rng.random(ids.shape) < 0.1] = -1
+        self.rows, handle = reference.dispatch(spec, self.x, self.idx, self.weights)
+        self.answers = [rng.standard_normal(rows.x.shape).astype(np.float32) for rows in self.rows]
+        self.back = [rng.random(rows.topk_weights.shape).astype(np.float32) for rows in self.rows]
+        self.sums, self.weights_back = reference.combine(self.answers, handle, topk_weights=self.back)
+
+
 def run(scenario: Scenario, rounds: list[Round]) -> str:
     """What the rounds end with: :data:`EQUAL`, :data:`OTHER`, or the error."""
 

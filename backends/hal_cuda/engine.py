@@ -277,7 +277,7 @@ class CudaEngine:
             args.pad_to_rows = 0 if self._fixed or not (capturing or reused is not None) else state.rows
             args.sequence = self._sequence = (self._sequence + 1) & 0xFFFFFFFF
             args.host_word = self._host_word_address + 8 * slot if exact else 0
-            args.blocks, args.threads = state.sized.dispatch
+            (args.blocks, args.threads), args.push_warps = state.sized.dispatch, self.tuning.push_warps
             if self._launch_dispatch(on):
                 raise self.library.error()
         except BaseException:

@@ -96,7 +96,7 @@ DispatchArgs: Any = _structure(
     (HandleArrays, "handle"),
     (c_uint64, "host_word"),
     (c_uint32, "sequence"),
-    (c_int32, "tokens idx_is_64 cached slot next_slot phases pad_to_rows blocks threads"),
+    (c_int32, "tokens idx_is_64 cached slot next_slot phases pad_to_rows blocks threads push_warps"),
 )
 CombineArgs: Any = _structure(
     "CombineArgs",

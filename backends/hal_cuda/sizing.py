@@ -37,6 +37,9 @@ class Tuning:
     """Of combine_blocks, those that push before they sum."""
     small_threads: int = 256
     threads: int = 512
+    push_warps: int = 512
+    """Of a dispatch of layout expert, the warps that push rows to other ranks before all else: enough for the link, which is
+    each GPU's own, so that their number does not grow with that of the peers."""
 
 
 def fraction_sent(top_k: int, ranks: int) -> float:

@@ -126,6 +126,7 @@ typedef struct hal_cuda_dispatch_args {
     int32_t phases;
     int32_t pad_to_rows; /* rows up to here are zeroed; 0 = none beyond what the layout itself pads */
     int32_t blocks, threads;
+    int32_t push_warps; /* layout expert within one NVLink domain: about so many push rows to other ranks first */
 } hal_cuda_dispatch_args;
 
 /* One combine. The handle's addresses are as in hal_cuda_dispatch_args; it reads no expert_counts and expert_offsets.

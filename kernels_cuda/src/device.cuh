@@ -11,7 +11,7 @@ namespace hal::cuda {
 // A rank's counters in its own device memory. Only kernels of this rank touch them, and launches of one ExpertParallel
 // follow each other in stream order. What one launch counts in, the next one clears: they alternate between two sets.
 struct Counters {
-    unsigned tickets[3];  // work taken beyond what the warps start with
+    unsigned tickets[4];  // work taken beyond what the warps start with
     unsigned arrived[3];  // blocks at the first, second and third grid barrier
     unsigned refused;     // dispatch: what is wrong with the ids
 };

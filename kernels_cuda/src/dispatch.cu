@@ -109,8 +109,8 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, 
                         std::uint64_t epoch, const std::int32_t* from) {
     if (kExpert) {
         const RowCut cut(ep.row_bytes);
-        receive_expert_rows(ep, a, launch.counters(), cut, into, from, warp_id() * gridDim.x + blockIdx.x,
-                            gridDim.x * warps_in_block(), static_cast<std::uint32_t>(epoch));
+        receive_expert_rows(ep, a, launch.counters(), cut, into, from, Roles(ep, a, false),
+                            static_cast<std::uint32_t>(epoch));
         return;
     }
     if (blockIdx.x != 0 && !ep.keep_source) return;

@@ -69,72 +69,93 @@ __device__ void keep_source(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
 
 __device__ __forceinline__ int lowest_lane(unsigned mask) { return __ffs(static_cast<int>(mask)) - 1; }
 
-// A row goes once over the link to each rank, into the place of its first expert there; the receiver makes the other
-// copies. Rows for this rank's own experts are all written here.
-__device__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
-                                const RowCut& cut, int token) {
-    const int entry = token * ep.topk + lane_id();
-    auto* pos = reinterpret_cast<std::int32_t*>(a.pos);
-    int id = -1, row = -1;
-    float weight = 0.0f;
-    if (lane_id() < ep.topk) {
-        id = Ids(a)[entry];
-        if (id >= 0) {
-            row = a.cached ? pos[entry] : static_cast<int>(plan.expert_base[id]) + place_of(ep, a, token, entry, id);
-            weight = a.topk_weights != 0 ? __ldcg(reinterpret_cast<const float*>(a.topk_weights) + entry) : 1.0f;
-        }
-        if (!a.cached) {
-            pos[entry] = row;
-            reinterpret_cast<std::int32_t*>(a.idx)[entry] = id;
-        }
-        reinterpret_cast<float*>(a.weights)[entry] = weight;
-    }
+// One of a token's entries in each lane: those of other ranks' experts, or all others (`kOwn`); -1 in lanes that have none.
+// Who takes an entry writes its words of the handle, and its place is read by nobody else, since its row replaces it there.
+struct Entry {
+    int id, peer, row;
+    float weight;
+};
+template <bool kOwn>
+__device__ __forceinline__ Entry take_entry(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                            int token) {
+    Entry entry{-1, -1, -1, 0.0f};
+    if (lane_id() >= ep.topk) return entry;
+    const int at = token * ep.topk + lane_id(), id = Ids(a)[at];
     const int peer = id >= 0 ? id / ep.local_experts : -1;
-    const unsigned at_peer_lanes = __match_any_sync(0xffffffffu, peer);
-    const bool target = peer >= 0 && (peer == ep.rank || lane_id() == lowest_lane(at_peer_lanes));
-    char* slot = peer >= 0 ? slot_at(ep, peer, plan.slot[peer]) : nullptr;
-    const auto address =
-        reinterpret_cast<unsigned long long>(slot + static_cast<std::size_t>(max(row, 0)) * ep.row_bytes);
-    const unsigned targets = __ballot_sync(0xffffffffu, target);
+    if (kOwn != (peer < 0 || peer == ep.rank)) return entry;
+    auto* pos = reinterpret_cast<std::int32_t*>(a.pos);
+    entry.id = id, entry.peer = peer;
+    if (id >= 0) {
+        entry.row = a.cached ? pos[at] : static_cast<int>(plan.expert_base[id]) + place_of(ep, a, token, at, id);
+        entry.weight = a.topk_weights != 0 ? __ldcg(reinterpret_cast<const float*>(a.topk_weights) + at) : 1.0f;
+    }
+    if (!a.cached) {
+        pos[at] = entry.row;
+        reinterpret_cast<std::int32_t*>(a.idx)[at] = id;
+    }
+    reinterpret_cast<float*>(a.weights)[at] = entry.weight;
+    return entry;
+}
+
+// A token's row and scales to the entries of the lanes `targets`.
+__device__ __forceinline__ void store_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                          const RowCut& cut, int token, const Entry& entry, unsigned targets) {
+    char* slot = entry.peer >= 0 ? slot_at(ep, entry.peer, plan.slot[entry.peer]) : nullptr;
+    const std::size_t row = max(entry.row, 0);
+    const auto address = reinterpret_cast<unsigned long long>(slot + row * ep.row_bytes);
     const char* x = reinterpret_cast<const char*>(a.x) + static_cast<std::size_t>(token) * ep.row_bytes;
+#pragma unroll 1
     for (int p = 0; p < cut.pieces; ++p) {
         Piece piece;
         piece.span(cut, p);
         piece.load(x);
+#pragma unroll 1
         for (unsigned left = targets; left != 0; left &= left - 1)
             piece.store(reinterpret_cast<char*>(__shfl_sync(0xffffffffu, address, lowest_lane(left))));
     }
-    if (ep.scale_dim > 0) {
-        const auto scales = reinterpret_cast<unsigned long long>(
-            slot + ep.slot_scales + static_cast<std::size_t>(max(row, 0)) * ep.scale_dim * 4);
-        for (unsigned left = targets; left != 0; left &= left - 1) {
-            auto* out = reinterpret_cast<float*>(__shfl_sync(0xffffffffu, scales, lowest_lane(left)));
-            for (int i = lane_id(); i < ep.scale_dim; i += 32)
-                store_window(out + i, __ldcg(reinterpret_cast<const float*>(a.scales) +
-                                             static_cast<std::size_t>(token) * ep.scale_dim + i));
-        }
+    if (ep.scale_dim == 0) return;
+    const auto scales = reinterpret_cast<unsigned long long>(slot + ep.slot_scales + row * ep.scale_dim * 4);
+    for (unsigned left = targets; left != 0; left &= left - 1) {
+        auto* out = reinterpret_cast<float*>(__shfl_sync(0xffffffffu, scales, lowest_lane(left)));
+        for (int i = lane_id(); i < ep.scale_dim; i += 32)
+            store_window(out + i, __ldcg(reinterpret_cast<const float*>(a.scales) +
+                                         static_cast<std::size_t>(token) * ep.scale_dim + i));
     }
-    if (peer == ep.rank) {
-        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row, id - ep.rank * ep.local_experts);
-        store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + row, weight);
-    }
-    for (int hop = 1; hop <= ep.world; ++hop) {
+}
+
+// A row goes once over the link to each other rank that gets it, into the place of its first expert there; the receiver
+// makes the other copies.
+__device__ __forceinline__ void push_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a,
+                                                const Plan& plan, const RowCut& cut, int token) {
+    const Entry entry = take_entry<false>(ep, a, plan, token);
+    const unsigned at_peer_lanes = __match_any_sync(0xffffffffu, entry.peer);
+    const bool first = entry.peer >= 0 && lane_id() == lowest_lane(at_peer_lanes);
+    store_row(ep, a, plan, cut, token, entry, __ballot_sync(0xffffffffu, first));
+    for (int hop = 1; hop < ep.world; ++hop) {
         const int to = (ep.rank + hop) % ep.world;
-        if (!plan.directory.has(token, to)) continue;
-        const int place = plan.directory.place(token, to);
-        const int there = peer == to ? row : -1;
-        if (to == ep.rank) {
-            keep_source(ep, a, ep.rank, place, token, there, weight);
-            continue;
-        }
-        if (lane_id() < ep.topk) {
-            const Record record(ep, to, plan.slot[to], ep.rank, place);
-            store_window(record.rows + lane_id(), there);
-            store_window(record.weights + lane_id(), weight);
-            store_window(record.experts + lane_id(), id - to * ep.local_experts);
-            if (lane_id() == 0) store_window(record.token, token);
-        }
+        if (lane_id() >= ep.topk || !plan.directory.has(token, to)) continue;
+        const Record record(ep, to, plan.slot[to], ep.rank, plan.directory.place(token, to));
+        store_window(record.rows + lane_id(), entry.peer == to ? entry.row : -1);
+        store_window(record.weights + lane_id(), entry.weight);
+        store_window(record.experts + lane_id(), entry.id - to * ep.local_experts);
+        if (lane_id() == 0) store_window(record.token, token);
     }
+}
+
+// A token's rows for this rank's own experts.
+__device__ __forceinline__ void keep_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a,
+                                                const Plan& plan, const RowCut& cut, int token) {
+    const Entry entry = take_entry<true>(ep, a, plan, token);
+    const unsigned targets = __ballot_sync(0xffffffffu, entry.row >= 0);
+    if (targets == 0) return;
+    store_row(ep, a, plan, cut, token, entry, targets);
+    if (entry.row >= 0) {
+        char* slot = slot_at(ep, ep.rank, plan.slot[ep.rank]);
+        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + entry.row,
+                     entry.id - ep.rank * ep.local_experts);
+        store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + entry.row, entry.weight);
+    }
+    keep_source(ep, a, ep.rank, plan.directory.place(token, ep.rank), token, entry.row, entry.weight);
 }
 
 // The flags of a block's batch of rows, one lane a row: the barrier orders all warps' stores before the fence.
@@ -151,38 +172,37 @@ __device__ inline void flag_expert_rows(const hal_cuda_ep& ep, const Plan& plan,
     }
 }
 
-// A row that a peer pushed to its first place here: copies to its other experts' places, and its words.
-__device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const RowCut& cut,
-                                   unsigned into, int source, int place, std::uint32_t epoch) {
+// One piece of a row that a peer pushed to its first place here: copies to its other experts' places, and with the first
+// piece its words.
+__device__ __forceinline__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a,
+                                                   const RowCut& cut, unsigned into, int source, int place, int part,
+                                                   std::uint32_t epoch) {
     int ok = 1;
     if (lane_id() == 0) ok = wait_flag(ep, row_flag_at(ep, ep.rank, source, place), epoch, HAL_CUDA_STAGE_ROWS, source);
     __syncwarp();  // lane 0 alone acquired; a shuffle does not order the other lanes' loads after it
     if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
     const Record record(ep, ep.rank, into, source, place);
-    int row = -1, expert = -1;
-    float weight = 0.0f;
-    if (lane_id() < ep.topk)
-        row = __ldcg(record.rows + lane_id()), weight = __ldcg(record.weights + lane_id()),
-        expert = __ldcg(record.experts + lane_id());
-    const unsigned here = __ballot_sync(0xffffffffu, row >= 0);
-    const int first = lowest_lane(here);
+    const int row = lane_id() < ep.topk ? __ldcg(record.rows + lane_id()) : -1;
+    const unsigned here = __ballot_sync(0xffffffffu, row >= 0), others = here & (here - 1);
     char* slot = slot_at(ep, ep.rank, into);
-    if (row >= 0) {
-        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row, expert);
-        store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + row, weight);
-    }
-    keep_source(ep, a, source, place, __ldcg(record.token), row, weight);
-    const unsigned others = here & (here - 1);
-    if (others == 0) return true;
-    const std::size_t first_row = __shfl_sync(0xffffffffu, row, first);
-    for (int p = 0; p < cut.pieces; ++p) {
+    const std::size_t first_row = __shfl_sync(0xffffffffu, row, lowest_lane(here));
+    if (others != 0) {
         Piece piece;
-        piece.span(cut, p);
+        piece.span(cut, part);
         piece.load_shared(slot + first_row * ep.row_bytes);
+#pragma unroll 1
         for (unsigned left = others; left != 0; left &= left - 1)
             piece.store(slot +
                         static_cast<std::size_t>(__shfl_sync(0xffffffffu, row, lowest_lane(left))) * ep.row_bytes);
     }
+    if (part != 0) return true;
+    float weight = 0.0f;
+    if (row >= 0) {
+        weight = __ldcg(record.weights + lane_id());
+        store_window(reinterpret_cast<std::int32_t*>(slot + ep.slot_idx) + row, __ldcg(record.experts + lane_id()));
+        store_window(reinterpret_cast<float*>(slot + ep.slot_weights) + row, weight);
+    }
+    keep_source(ep, a, source, place, __ldcg(record.token), row, weight);
     auto* scales = reinterpret_cast<float*>(slot + ep.slot_scales);
     for (unsigned left = others; ep.scale_dim > 0 && left != 0; left &= left - 1) {
         const std::size_t to = __shfl_sync(0xffffffffu, row, lowest_lane(left));
@@ -192,12 +212,12 @@ __device__ bool receive_expert_row(const hal_cuda_ep& ep, const hal_cuda_dispatc
     return true;
 }
 
-// A unit's source and place among the rows that peers push here.
-__device__ __forceinline__ void find_source(const hal_cuda_ep& ep, const std::int32_t* from, int unit, int* source,
+// A row's source and place among the rows that peers push here.
+__device__ __forceinline__ void find_source(const hal_cuda_ep& ep, const std::int32_t* from, int row, int* source,
                                             int* place) {
     int s = 0;
-    for (; s == ep.rank || unit >= from[s]; ++s) unit -= s == ep.rank ? 0 : from[s];
-    *source = s, *place = unit;
+    for (; s == ep.rank || row >= from[s]; ++s) row -= s == ep.rank ? 0 : from[s];
+    *source = s, *place = row;
 }
 __device__ __forceinline__ int rows_from_peers(const hal_cuda_ep& ep, const std::int32_t* from) {
     int n = 0;
@@ -205,50 +225,63 @@ __device__ __forceinline__ int rows_from_peers(const hal_cuda_ep& ep, const std:
     return n;
 }
 
-// Warps of `receivers` that start with unit `first`, or with a ticket if it is negative, take the peers' rows.
+// Who begins with what. The first blocks push rows to other ranks: as many as keep the link busy, and with few tokens as many
+// as have a row for each warp, but where there is a choice a quarter of the blocks begins with rows that are here already.
+// The pushers join those by ticket.
+struct Roles {
+    int pushers, others;
+    __device__ Roles(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, bool pushes) {
+        const int blocks = static_cast<int>(gridDim.x), warps = warps_in_block();
+        const int for_link = (a.push_warps + warps - 1) / warps, for_rows = (a.tokens + warps - 1) / warps;
+        pushers = pushes && ep.world > 1 ? min(max(min(for_link, blocks * 3 / 4), 1), for_rows) : 0;
+        others = blocks - pushers;
+    }
+    __device__ bool pushes() const { return static_cast<int>(blockIdx.x) < pushers; }
+    // Consecutive numbers, of which each warp begins with the unit, are on different multiprocessors.
+    __device__ int warp() const { return pushes() ? -1 : warp_id() * others + static_cast<int>(blockIdx.x) - pushers; }
+    __device__ int warps() const { return others * warps_in_block(); }
+};
+
+// Takes the peers' rows. The unit is a piece of a row, so that the rows that come last are everybody's work.
 __device__ inline void receive_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, Counters& counters,
-                                           const RowCut& cut, unsigned into, const std::int32_t* from, int first,
-                                           int receivers, std::uint32_t epoch) {
-    for (Tickets t(&counters.tickets[2], first, receivers, rows_from_peers(ep, from)); t.more(); t.advance()) {
+                                           const RowCut& cut, unsigned into, const std::int32_t* from,
+                                           const Roles& roles, std::uint32_t epoch) {
+    const int units = rows_from_peers(ep, from) * cut.pieces;
+    for (Tickets t(&counters.tickets[2], roles.warp(), roles.warps(), units); t.more(); t.advance()) {
         int source = 0, place = 0;
-        find_source(ep, from, t.unit(), &source, &place);
-        if (!receive_expert_row(ep, a, cut, into, source, place, epoch)) return;
+        const int row = t.unit() / cut.pieces;
+        find_source(ep, from, row, &source, &place);
+        if (!receive_expert_row(ep, a, cut, into, source, place, t.unit() - row * cut.pieces, epoch)) return;
     }
 }
 
-// Block number `first` of `pushers`, or one that joins late if it is negative, pushes this rank's rows.
-__device__ inline void push_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
-                                        Counters& counters, const RowCut& cut, int first, int pushers,
+// Sends this rank's rows. Few blocks suffice for those of other ranks, which go at the link's pace, and these do that before
+// all else; the others begin with the rows that stay here. Nobody waits for anybody here, and whoever waits for rows has been
+// here: so every rank's pushes end, and with them every wait for a row.
+__device__ inline void send_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
+                                        Counters& counters, const RowCut& cut, const Roles& roles,
                                         std::uint32_t epoch) {
-    for (Batches t(&counters.tickets[0], first, pushers, a.tokens); t.more(); t.advance()) {
-        if (t.unit() < a.tokens) push_expert_row(ep, a, plan, cut, t.unit());
-        flag_expert_rows(ep, plan, t, epoch);
+    if (roles.pushes()) {
+        for (Batches t(&counters.tickets[0], blockIdx.x, roles.pushers, a.tokens); t.more(); t.advance()) {
+            if (t.unit() < a.tokens) push_expert_row(ep, a, plan, cut, t.unit());
+            flag_expert_rows(ep, plan, t, epoch);
+        }
     }
+    for (Tickets t(&counters.tickets[3], roles.warp(), roles.warps(), a.tokens); t.more(); t.advance())
+        keep_expert_row(ep, a, plan, cut, t.unit());
 }
 
-// Pushes this rank's rows; in a whole dispatch also receives the peers' at the same time, so that the link and the memory
-// are busy together. Most blocks push first and receive then, the others the reverse: blocks that push wait for nobody, so
-// every rank's pushes end, and with them every wait for a row.
+// Sends this rank's rows, and in a whole dispatch then takes the peers', most of which come while this rank pushes its own.
 __device__ inline void move_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
                                         Counters& counters, const RowCut& cut, std::uint32_t epoch) {
     __shared__ std::int32_t from[kMaxRanks];
     for (int s = threadIdx.x; s < ep.world; s += blockDim.x)
         from[s] = static_cast<std::int32_t>(plan.counts[s * ep.world + ep.rank]);
     __syncthreads();
-    const int receives = (a.phases & HAL_CUDA_RECV) != 0 ? rows_from_peers(ep, from) : 0;
-    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-    const int pushers = receives == 0 ? blocks : max(blocks * 5 / 8, 1);
-    const bool pushes = block < pushers;
-#pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-        if (pushes == (turn == 0)) push_expert_rows(ep, a, plan, counters, cut, pushes ? block : -1, pushers, epoch);
-        if (turn == 1) break;
-        if (receives != 0)
-            receive_expert_rows(ep, a, counters, cut, static_cast<unsigned>(a.slot), from,
-                                pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers,
-                                (blocks - pushers) * warps_in_block(), epoch);
-        __syncthreads();
-    }
+    const Roles roles(ep, a, true);
+    send_expert_rows(ep, a, plan, counters, cut, roles, epoch);
+    if ((a.phases & HAL_CUDA_RECV) != 0)
+        receive_expert_rows(ep, a, counters, cut, static_cast<unsigned>(a.slot), from, roles, epoch);
 }
 
 }  // namespace hal::cuda

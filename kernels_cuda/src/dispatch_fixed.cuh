@@ -103,29 +103,18 @@ __device__ inline void fill_from(const hal_cuda_ep& ep, const Plan& plan, bool m
     __syncthreads();
 }
 
-// As move_expert_rows: blocks that push first wait for nobody. Here the others, too, learn only from the sources' words
-// what there is to receive. Without `good` ids nothing is pushed: places would not fit.
+// As move_expert_rows, but what there is to take is learnt from the sources' words, so that too waits until this block's part
+// of this rank's rows is sent. Without `good` ids nothing is sent: places would not fit.
 __device__ inline bool move_fixed_expert_rows(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan,
                                               Counters& counters, std::uint64_t epoch, bool good, std::int32_t* from) {
     const RowCut cut(ep.row_bytes);
-    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-    const bool whole = (a.phases & HAL_CUDA_RECV) != 0;
-    const int pushers = whole ? max(blocks * 5 / 8, 1) : blocks;
-    const bool pushes = block < pushers;
     const auto stamp = static_cast<std::uint32_t>(epoch);
-    bool moved = true;
-#pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-        if (pushes == (turn == 0) && good)
-            push_expert_rows(ep, a, plan, counters, cut, pushes ? block : -1, pushers, stamp);
-        if (turn == 1 || !whole) break;
-        moved = receive_tallies<true>(ep, a, plan, epoch);
-        fill_from(ep, plan, moved, from);
-        receive_expert_rows(ep, a, counters, cut, plan.here, from,
-                            pushes ? -1 : warp_id() * (blocks - pushers) + block - pushers,
-                            (blocks - pushers) * warps_in_block(), stamp);
-        __syncthreads();
-    }
+    const Roles roles(ep, a, good);
+    if (good) send_expert_rows(ep, a, plan, counters, cut, roles, stamp);
+    if ((a.phases & HAL_CUDA_RECV) == 0) return true;
+    const bool moved = receive_tallies<true>(ep, a, plan, epoch);
+    fill_from(ep, plan, moved, from);
+    receive_expert_rows(ep, a, counters, cut, plan.here, from, roles, stamp);
     return moved;
 }
 
