@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +222,7 @@ class Bench:
         with self.layer(pull, num_buffers=3, **settings) as ep:
             engine = ep._engine
             if tuning:
-                engine.tuning = replace(engine.tuning, **tuning)
+                engine.tune(**tuning)
             sets = self.inputs(ep.spec, tokens, skew)
 
             def arguments(i: int) -> dict[str, Any]:

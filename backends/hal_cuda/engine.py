@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import addressof, byref, c_int, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -492,6 +492,11 @@ class CudaEngine:
         return native.CombineArgs(push=self._push, push_blocks=self.tuning.push_blocks)
 
     # --- shapes of launches --------------------------------------------------------------------------------------
+
+    def tune(self, **changes: int) -> None:
+        """Other numbers of :class:`hal_cuda.sizing.Tuning`, for measurements; before the first dispatch."""
+        self.tuning = replace(self.tuning, **changes)
+        self._combine_args.push_blocks = self.tuning.push_blocks
 
     def _launches(self) -> tuple[Callable[[int], int], Callable[[int, int], int]]:
         """The kernels of dispatch, on a stream, and of combine, by its arguments' address: for one NVLink domain or over
