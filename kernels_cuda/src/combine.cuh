@@ -71,15 +71,15 @@ __device__ __forceinline__ void add_rows(Sum<Type>& sum, unsigned left, unsigned
         unsigned flying = left;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const auto row = __shfl_sync(0xffffffffu, address, lowest(flying));
-            if (flying != 0) sum.load(reinterpret_cast<const char*>(row), v[i]);
+            if (flying == 0) break;
+            sum.load(reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, lowest(flying))), v[i]);
             flying &= flying - 1;
         }
         meanwhile();
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const float factor = kWeighted ? __shfl_sync(0xffffffffu, weight, lowest(left)) : 1.0f;
-            if (left != 0) sum.template add<kWeighted>(v[i], factor);
+            if (left == 0) break;
+            sum.template add<kWeighted>(v[i], kWeighted ? __shfl_sync(0xffffffffu, weight, lowest(left)) : 1.0f);
             left &= left - 1;
         }
     }
