@@ -21,24 +21,69 @@ __device__ __forceinline__ std::uint64_t slot_offset(const hal_cuda_ep& ep, int 
     return ep.off_slots + static_cast<std::uint64_t>(slot) * ep.slot_bytes;
 }
 
-// The rows that make up one token, in the order in which they are summed; one for each lane. More than 32 ranks take
-// several rounds of lanes.
+// What a kernel that combines is compiled for: what the rows are that make up a token.
+struct RankRows {
+    static constexpr bool kExpert = false, kWeighted = false;
+};
+struct ExpertRows {
+    static constexpr bool kExpert = true, kWeighted = false;
+};
+struct WeightedExpertRows {
+    static constexpr bool kExpert = true, kWeighted = true;
+};
+
+// Those rows, in the order in which they are summed; one for each lane. More than 32 ranks take several rounds of lanes. All is
+// loaded at once, and nothing is looked at before it is asked for: a warp has the next unit's terms loaded while it sums.
+template <class Rows>
 struct Terms {
-    int rank, row;
-    float weight;
-    __device__ static int count(const hal_cuda_ep& ep) { return ep.expert_layout ? ep.topk : ep.world; }
-    __device__ Terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token, int start)
-        : rank(-1), row(-1), weight(1.0f) {
+    int row;       // its place among the rows of its expert's rank or of its rank, -1 = none
+    int expert;    // layout expert
+    float weight;  // if weighted
+
+    __device__ static int count(const hal_cuda_ep& ep) { return Rows::kExpert ? ep.topk : ep.world; }
+    __device__ Terms() : row(-1), expert(-1), weight(1.0f) {}
+    __device__ Terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token, int start) : Terms() {
         const int q = start + lane_id();
         if (q >= count(ep)) return;
         const int entry = token * count(ep) + q;
         row = __ldcg(reinterpret_cast<const std::int32_t*>(a.pos) + entry);
-        if (row < 0) return;
-        rank = ep.expert_layout ? __ldcg(reinterpret_cast<const std::int32_t*>(a.idx) + entry) / ep.local_experts : q;
-        if (a.weighted) weight = __ldcg(reinterpret_cast<const float*>(a.weights) + entry);
+        if (Rows::kExpert) expert = __ldcg(reinterpret_cast<const std::int32_t*>(a.idx) + entry);
+        if (Rows::kWeighted) weight = __ldcg(reinterpret_cast<const float*>(a.weights) + entry);
+    }
+    // The rank whose row it is; only where there is one.
+    __device__ int rank(const hal_cuda_ep& ep, int start) const {
+        return Rows::kExpert ? Owner(ep).of(expert) : start + lane_id();
     }
     __device__ unsigned lanes() const { return __ballot_sync(0xffffffffu, row >= 0); }
 };
+
+// The lowest lane of a set; any if it is empty.
+__device__ __forceinline__ int lowest(unsigned lanes) { return __ffs(static_cast<int>(lanes)) - 1 & 31; }
+
+// Adds the rows of the lanes in `left`, lowest lane first: each lane knows its row's address and weight. `kRows` of them are
+// loaded before the first is added, so that enough is in flight; `meanwhile` runs while they fly.
+template <int kRows, bool kWeighted, class Type, class Meanwhile>
+__device__ __forceinline__ void add_rows(Sum<Type>& sum, unsigned left, unsigned long long address, float weight,
+                                         Meanwhile meanwhile) {
+#pragma unroll 1
+    while (left != 0) {
+        uint4 v[kRows][kSumVectors];
+        unsigned flying = left;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            if (flying == 0) break;
+            sum.load(reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, lowest(flying))), v[i]);
+            flying &= flying - 1;
+        }
+        meanwhile();
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            if (left == 0) break;
+            sum.template add<kWeighted>(v[i], kWeighted ? __shfl_sync(0xffffffffu, weight, lowest(left)) : 1.0f);
+            left &= left - 1;
+        }
+    }
+}
 
 template <class Type>
 __device__ __forceinline__ void add_biases(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token,

@@ -80,30 +80,18 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
     announce(ep, a, epoch);
 }
 
-template <class Type, bool kWeighted>
+template <class Type, class Rows>
 __device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
-                                          const std::uint64_t* rows, int token, Terms terms, Sum<Type>& sum) {
+                                          const std::uint64_t* rows, int token, Terms<Rows> terms, Sum<Type>& sum) {
     for (int start = 0;;) {
-        const auto address = terms.row < 0
-                                 ? 0ull
-                                 : reinterpret_cast<unsigned long long>(at_peer(ep, terms.rank, rows[terms.rank])) +
-                                       static_cast<unsigned long long>(terms.row) * ep.combine_row_bytes;
-        for (unsigned left = terms.lanes(); left != 0;) {  // two rows at a time, to have more loads in flight
-            const int one = __ffs(static_cast<int>(left)) - 1;
-            left &= left - 1;
-            const int two = left != 0 ? __ffs(static_cast<int>(left)) - 1 : -1;
-            left &= left - 1;
-            uint4 v[kSumVectors], w[kSumVectors];
-            sum.load(reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, one)), v);
-            const auto second = __shfl_sync(0xffffffffu, address, max(two, 0));
-            if (two >= 0) sum.load(reinterpret_cast<const char*>(second), w);
-            sum.template add<kWeighted>(v, __shfl_sync(0xffffffffu, terms.weight, one));
-            const float weight = __shfl_sync(0xffffffffu, terms.weight, max(two, 0));
-            if (two >= 0) sum.template add<kWeighted>(w, weight);
-        }
+        const int rank = terms.row < 0 ? -1 : terms.rank(ep, start);
+        const auto address = rank < 0 ? 0ull
+                                      : reinterpret_cast<unsigned long long>(at_peer(ep, rank, rows[rank])) +
+                                            static_cast<unsigned long long>(terms.row) * ep.combine_row_bytes;
+        add_rows<kSumRows, Rows::kWeighted>(sum, terms.lanes(), address, terms.weight, [] {});
         start += 32;
-        if (start >= Terms::count(ep)) break;
-        terms = Terms(ep, a, token, start);
+        if (start >= terms.count(ep)) break;
+        terms = Terms<Rows>(ep, a, token, start);
     }
     add_biases<Type>(ep, a, token, sum);
 }
@@ -131,15 +119,15 @@ __device__ void tell_done(const hal_cuda_ep& ep) {
         if (peer != ep.rank) add_release(done_at(ep, peer, ep.rank), share_of_round());
 }
 
-template <class Type, bool kWeighted>
+template <class Type, class Rows>
 __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters,
                         std::uint64_t epoch) {
     __shared__ std::uint64_t rows[kMaxRanks], weights[kMaxRanks];
     const RowCut cut(ep.combine_row_bytes, kSumVectors);
     const int warps = gridDim.x * warps_in_block(), units = a.tokens * cut.pieces;
     Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, units);
-    Terms terms(ep, a, t.more() ? t.unit() / cut.pieces : 0,
-                t.more() ? 0 : 1 << 20);  // looked up while the peers' words fly
+    auto look_up = [&] { return t.more() ? Terms<Rows>(ep, a, t.unit() / cut.pieces, 0) : Terms<Rows>(); };
+    Terms<Rows> terms = look_up();  // while the peers' words fly
     int alive = 1;
     for (int r = threadIdx.x; r < ep.world; r += blockDim.x) {
         std::uint32_t offset = 0;
@@ -163,14 +151,15 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
     while (t.more() || once) {
         const bool mine = t.more();
         const int token = mine ? t.unit() / cut.pieces : 0, piece = mine ? t.unit() - token * cut.pieces : 0;
+        t.advance();
+        const Terms<Rows> next = look_up();  // while this unit's rows fly
         Sum<Type> sum(cut, piece);
-        if (mine) sum_terms<Type, kWeighted>(ep, a, rows, token, terms, sum);
+        if (mine) sum_terms<Type, Rows>(ep, a, rows, token, terms, sum);
         if (mine && a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
         if (once) tell_done(ep);
         if (mine) sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
         if (once) break;
-        t.advance();
-        if (t.more()) terms = Terms(ep, a, t.unit() / cut.pieces, 0);
+        terms = next;
     }
     if (!once) tell_done(ep);
     // The caller may change its rows once this launch has ended, so it ends when the peers have read them; unless the caller
@@ -180,7 +169,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
         if (peer != ep.rank) wait_at_least(ep, done_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_DONE, peer);
 }
 
-template <class Type, bool kWeighted>
+template <class Type, class Rows>
 __global__ void __launch_bounds__(512, 1)
     combine_pull_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
     auto* prefix = dynamic_shared<unsigned>();
@@ -192,14 +181,16 @@ __global__ void __launch_bounds__(512, 1)
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
     const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
     if (sends) send(ep, a, counters, epoch, prefix);
-    if ((a.phases & HAL_CUDA_RECV) != 0) receive<Type, kWeighted>(ep, a, counters, epoch);
+    if ((a.phases & HAL_CUDA_RECV) != 0) receive<Type, Rows>(ep, a, counters, epoch);
     launch.end(sends, (a.phases & HAL_CUDA_RECV) != 0 ? epoch : 0);
 }
 
 template <class Type>
 int pull(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
     const std::size_t shared = (ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64;
-    const auto kernel = a.weighted ? combine_pull_kernel<Type, true> : combine_pull_kernel<Type, false>;
+    const auto kernel = !ep.expert_layout ? combine_pull_kernel<Type, RankRows>
+                        : a.weighted      ? combine_pull_kernel<Type, WeightedExpertRows>
+                                          : combine_pull_kernel<Type, ExpertRows>;
     return launch_early(kernel, ep.device, a.blocks, a.threads, shared, stream, "combine", ep, a);
 }
 

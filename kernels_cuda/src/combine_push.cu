@@ -40,48 +40,31 @@ __device__ __forceinline__ float* staged_weights_at(const hal_cuda_ep& ep, int h
            row * ep.topk;
 }
 
+__device__ __forceinline__ unsigned long long row_at(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int row) {
+    return a.x + static_cast<unsigned long long>(row) * ep.combine_row_bytes;
+}
+
 // A sum of this rank's own rows does not cross the link, so it stays float32.
 __device__ __forceinline__ float* own_sums_at(const hal_cuda_ep& ep, unsigned slot, int token) {
     return reinterpret_cast<float*>(at_home(ep, slot_offset(ep, static_cast<int>(slot)) + ep.slot_own)) +
            static_cast<std::size_t>(token) * (ep.combine_row_bytes / (ep.combine_type == 2 ? 4 : 2));
 }
 
-// This rank's part of one token from the rows that `row` names for each lane, in top-k order, rounded to the rows' type.
-template <class Type, bool kWeighted>
-__device__ __forceinline__ void sum_rows(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int row, float weight,
-                                         Sum<Type>& sum) {
-    for (unsigned left = __ballot_sync(0xffffffffu, row >= 0); left != 0;) {
-        const int one = __ffs(static_cast<int>(left)) - 1;
-        left &= left - 1;
-        const int two = left != 0 ? __ffs(static_cast<int>(left)) - 1 : -1;
-        left &= left - 1;
-        const std::size_t first = __shfl_sync(0xffffffffu, row, one),
-                          second = __shfl_sync(0xffffffffu, row, max(two, 0));
-        uint4 v[kSumVectors], w[kSumVectors];
-        const auto* x = reinterpret_cast<const char*>(a.x);
-        sum.load(x + first * ep.combine_row_bytes, v);
-        if (two >= 0) sum.load(x + second * ep.combine_row_bytes, w);
-        const float u = __shfl_sync(0xffffffffu, weight, one), t = __shfl_sync(0xffffffffu, weight, max(two, 0));
-        sum.template add<kWeighted>(v, u);
-        if (two >= 0) sum.template add<kWeighted>(w, t);
-    }
-}
-
-template <class Type, bool kWeighted>
+template <class Type, class Rows>
 __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const Sources& from, int source,
                          int place, unsigned slot, std::uint32_t** flags) {
     const auto* meta = reinterpret_cast<const std::int32_t*>(a.source);
     const auto* back = reinterpret_cast<const float*>(a.row_weights);
     int token = 0;
     float carried = 0.0f;
-    if (ep.expert_layout) {
+    if constexpr (Rows::kExpert) {
         const std::size_t sources = static_cast<std::size_t>(ep.world) * ep.max_tokens, entries = sources * ep.topk;
         const std::size_t at = static_cast<std::size_t>(source) * ep.max_tokens + place;
         int row = -1;
         float weight = 1.0f;
         if (lane_id() < ep.topk) {
             row = __ldcg(meta + at * ep.topk + lane_id());
-            if (kWeighted)
+            if (Rows::kWeighted)
                 weight = __ldcg(reinterpret_cast<const float*>(a.source) + entries + at * ep.topk + lane_id());
             if (a.carries_weights && row >= 0) carried = __ldcg(back + row);
         }
@@ -89,7 +72,8 @@ __device__ void push_row(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, 
         const RowCut cut(ep.combine_row_bytes, kSumVectors);
         for (int p = 0; p < cut.pieces; ++p) {
             Sum<Type> sum(cut, p);
-            sum_rows<Type, kWeighted>(ep, a, row, weight, sum);
+            add_rows<kSumRows, Rows::kWeighted>(sum, __ballot_sync(0xffffffffu, row >= 0), row_at(ep, a, row), weight,
+                                                [] {});
             if (source == ep.rank)
                 sum.store_sums(own_sums_at(ep, slot, token));
             else
@@ -121,7 +105,7 @@ __device__ __forceinline__ void flag_rows(const Batches& batch, std::uint32_t* c
     store_relaxed(flags[lane_id()], epoch);
 }
 
-template <class Type, bool kWeighted>
+template <class Type, class Rows>
 __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint64_t epoch,
                      bool split) {
     __shared__ unsigned slot[kMaxRanks];
@@ -151,58 +135,107 @@ __device__ void send(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Coun
             int place = t.unit(), hop = 1;
             for (; place >= from.of((ep.rank + hop) % ep.world); ++hop) place -= from.of((ep.rank + hop) % ep.world);
             const int source = (ep.rank + hop) % ep.world;
-            push_row<Type, kWeighted>(ep, a, from, source, place, slot[source], flags);
+            push_row<Type, Rows>(ep, a, from, source, place, slot[source], flags);
         }
         flag_rows(t, flags, static_cast<std::uint32_t>(epoch));
     }
 }
 
-// This rank's own part, from the caller's rows.
-template <class Type, bool kWeighted>
-__device__ __forceinline__ void add_own(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut,
-                                        int piece, const Terms& terms, Sum<Type>& sum) {
-    if (!ep.expert_layout) {
-        const std::size_t row = __shfl_sync(0xffffffffu, terms.row, ep.rank & 31);
-        sum.add_row(reinterpret_cast<const char*>(a.x) + row * ep.combine_row_bytes);
-        return;
+// One token's terms, and what the flags of its rows said when they were looked at: both while the token before is summed.
+template <class Rows>
+struct Expected {
+    Terms<Rows> terms;
+    std::uint32_t seen;
+
+    // Each lane looks at its own row's flag; an acquire, so that the row may be read if the flag is there.
+    __device__ void look(const hal_cuda_ep& ep, int token, bool split) {
+        // In layout rank without waiting for the terms: a flag without a row does no harm.
+        if (Rows::kExpert ? terms.row < 0 : lane_id() >= ep.world) return;
+        const int rank = terms.rank(ep, 0);
+        if (rank != ep.rank || split) seen = load_acquire(combine_flag_at(ep, ep.rank, rank, token));
     }
-    // Not rounded: this part does not cross the link.
-    Sum<Type> part(cut, piece);
-    sum_rows<Type, kWeighted>(ep, a, terms.rank == ep.rank ? terms.row : -1, terms.weight, part);
-#pragma unroll
-    for (int i = 0; i < kSumVectors; ++i)
-#pragma unroll
-        for (int j = 0; j < Type::kValues; ++j) sum.value[i][j] = __fadd_rn(sum.value[i][j], part.value[i][j]);
+    __device__ bool wait(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token, std::uint32_t epoch,
+                         bool split) const {
+        bool ok = is_there(ep, token, 0, epoch, split);
+        for (int start = 32; !Rows::kExpert && start < ep.world; start += 32)
+            ok = Expected{Terms<Rows>(ep, a, token, start), epoch - 1}.is_there(ep, token, start, epoch, split) && ok;
+        __syncwarp();  // every lane reads what another acquired; a vote does not order its loads after that
+        return __all_sync(0xffffffffu, ok) != 0;
+    }
+
+  private:
+    __device__ bool is_there(const hal_cuda_ep& ep, int token, int start, std::uint32_t epoch, bool split) const {
+        if (terms.row < 0 || static_cast<std::int32_t>(seen - epoch) >= 0) return true;
+        const int rank = terms.rank(ep, start);
+        return (rank == ep.rank && !split) ||
+               wait_flag(ep, combine_flag_at(ep, ep.rank, rank, token), epoch, HAL_CUDA_STAGE_COMBINE_ROWS, rank);
+    }
+};
+
+// Layout rank: one row from each rank, this rank's own from where the caller has it.
+template <class Type, class Meanwhile>
+__device__ __forceinline__ void sum_rows(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token,
+                                         Terms<RankRows> terms, bool split, Sum<Type>& sum, Meanwhile meanwhile) {
+    for (int start = 0;;) {
+        const int rank = terms.rank(ep, start);
+        const auto address =
+            rank == ep.rank && !split
+                ? row_at(ep, a, terms.row)
+                : reinterpret_cast<unsigned long long>(staging_at(ep, ep.rank, a.scratch_slot, rank, token));
+        add_rows<kSumRows, false>(sum, terms.lanes(), address, 1.0f, meanwhile);
+        start += 32;
+        if (start >= ep.world) return;
+        terms = Terms<RankRows>(ep, a, token, start);
+    }
 }
 
-template <class Type, bool kWeighted>
-__device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut, int token,
-                          int piece, std::uint32_t epoch, bool split) {
-    Sum<Type> sum(cut, piece);
-    const auto* idx = reinterpret_cast<const std::int32_t*>(a.idx) + static_cast<std::size_t>(token) * ep.topk;
-    for (int start = 0; start < (ep.expert_layout ? 32 : ep.world); start += 32) {
-        const Terms terms(ep, a, token, start);
-        for (int rank = start; rank < (ep.expert_layout ? ep.world : min(ep.world, start + 32)); ++rank) {
-            if (__ballot_sync(0xffffffffu, terms.rank == rank) == 0) continue;
-            if (rank == ep.rank && !split) {
-                add_own<Type, kWeighted>(ep, a, cut, piece, terms, sum);
-                continue;
-            }
-            int ok = 1;
-            if (lane_id() == 0)
-                ok = wait_flag(ep, combine_flag_at(ep, ep.rank, rank, token), epoch, HAL_CUDA_STAGE_COMBINE_ROWS, rank);
-            __syncwarp();  // lane 0 alone acquired; a shuffle does not order the other lanes' loads after it
-            if (!__shfl_sync(0xffffffffu, ok, 0)) return false;
-            if (rank == ep.rank && ep.expert_layout)
+// Layout expert: one sum from each rank. This rank's own is not rounded, since it does not cross the link; it is made first.
+template <class Type, class Rows, class Meanwhile>
+__device__ __forceinline__ void sum_parts(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, int token,
+                                          const Terms<Rows>& terms, bool split, Sum<Type>& sum, Meanwhile meanwhile) {
+    auto* aside = dynamic_shared<float4>();
+    const int rank = terms.row < 0 ? -1 : terms.rank(ep, 0);
+    if (!split) {
+        const unsigned mine = __ballot_sync(0xffffffffu, rank == ep.rank);
+        add_rows<kSumRows, Rows::kWeighted>(sum, mine, row_at(ep, a, terms.row), terms.weight, meanwhile);
+        sum.put_aside(aside);
+    }
+#pragma unroll 1
+    for (int start = 0; start < ep.world; start += 32) {
+        unsigned left = 0;
+#pragma unroll 1
+        for (int q = start; q < min(start + 32, ep.world); ++q)
+            left |= static_cast<unsigned>(__any_sync(0xffffffffu, rank == q) != 0) << (q - start);
+        const auto address =
+            reinterpret_cast<unsigned long long>(staging_at(ep, ep.rank, a.scratch_slot, start + lane_id(), token));
+        const unsigned own = static_cast<unsigned>(ep.rank - start) < 32 ? left & 1u << (ep.rank - start) : 0u;
+#pragma unroll 1
+        for (unsigned next = own != 0 ? left & (own - 1) : left;; next = left) {
+            add_rows<kSumRows, false>(sum, next, address, 1.0f, [] {});
+            left &= ~next;
+            if (left == 0) break;
+            if (split)
                 sum.add_sums(own_sums_at(ep, a.scratch_slot, token));
             else
-                sum.add_row(staging_at(ep, ep.rank, a.scratch_slot, rank, token));
+                sum.add_aside(aside);
+            left &= ~own;
         }
     }
+}
+
+template <class Type, class Rows, class Meanwhile>
+__device__ __forceinline__ void sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut,
+                                          int token, int piece, const Terms<Rows>& terms, bool split,
+                                          Meanwhile meanwhile) {
+    Sum<Type> sum(cut, piece);
+    if constexpr (Rows::kExpert)
+        sum_parts(ep, a, token, terms, split, sum, meanwhile);
+    else
+        sum_rows(ep, a, token, terms, split, sum, meanwhile);
     add_biases<Type>(ep, a, token, sum);
     sum.store(reinterpret_cast<char*>(a.out) + static_cast<std::size_t>(token) * ep.combine_row_bytes);
-    if (!a.carries_weights || piece != 0 || lane_id() >= ep.topk) return true;
-    const int id = idx[lane_id()];
+    if (!a.carries_weights || piece != 0 || lane_id() >= ep.topk) return;
+    const int id = reinterpret_cast<const std::int32_t*>(a.idx)[static_cast<std::size_t>(token) * ep.topk + lane_id()];
     float value = 0.0f;
     if (id >= 0) {
         const int rank = id / ep.local_experts;
@@ -211,15 +244,33 @@ __device__ bool sum_token(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
         if (rank != ep.rank || split)
             value = __ldcg(staged_weights_at(ep, ep.rank, a.scratch_slot, rank, token) + lane_id());
         else
-            value = ep.expert_layout
-                        ? back[pos[token * ep.topk + lane_id()]]
-                        : back[static_cast<std::size_t>(pos[token * ep.world + rank]) * ep.topk + lane_id()];
+            value = Rows::kExpert ? back[pos[token * ep.topk + lane_id()]]
+                                  : back[static_cast<std::size_t>(pos[token * ep.world + rank]) * ep.topk + lane_id()];
     }
     reinterpret_cast<float*>(a.out_weights)[static_cast<std::size_t>(token) * ep.topk + lane_id()] = value;
-    return true;
 }
 
-template <class Type, bool kWeighted>
+template <class Type, class Rows>
+__device__ void sum(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters, std::uint32_t epoch,
+                    bool split) {
+    const RowCut cut(ep.combine_row_bytes, kSumVectors);
+    Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, static_cast<int>(gridDim.x) * warps_in_block(),
+              a.tokens * cut.pieces);
+    auto look_up = [&] {
+        return Expected<Rows>{t.more() ? Terms<Rows>(ep, a, t.unit() / cut.pieces, 0) : Terms<Rows>(), epoch - 1};
+    };
+    for (Expected<Rows> rows = look_up(); t.more();) {
+        const int token = t.unit() / cut.pieces, piece = t.unit() - token * cut.pieces;
+        t.advance();
+        Expected<Rows> next = look_up();
+        const int next_token = t.unit() / cut.pieces;
+        if (!rows.wait(ep, a, token, epoch, split)) return;
+        sum_token<Type>(ep, a, cut, token, piece, rows.terms, split, [&] { next.look(ep, next_token, split); });
+        rows = next;
+    }
+}
+
+template <class Type, class Rows>
 __global__ void __launch_bounds__(512, 1)
     combine_push_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
     await_earlier_launch();
@@ -229,23 +280,19 @@ __global__ void __launch_bounds__(512, 1)
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0, sums = (a.phases & HAL_CUDA_RECV) != 0;
     const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
     const bool split = !(sends && sums);
-    if (sends) send<Type, kWeighted>(ep, a, counters, epoch, split);
-    if (sums) {
-        const RowCut cut(ep.combine_row_bytes, kSumVectors);
-        const int warps = gridDim.x * warps_in_block();
-        for (Tickets t(&counters.tickets[1], warp_id() * gridDim.x + blockIdx.x, warps, a.tokens * cut.pieces);
-             t.more(); t.advance())
-            if (!sum_token<Type, kWeighted>(ep, a, cut, t.unit() / cut.pieces, t.unit() % cut.pieces,
-                                            static_cast<std::uint32_t>(epoch), split))
-                break;
-    }
+    if (sends) send<Type, Rows>(ep, a, counters, epoch, split);
+    if (sums) sum<Type, Rows>(ep, a, counters, static_cast<std::uint32_t>(epoch), split);
     launch.end(sends, (a.phases & HAL_CUDA_RECV) != 0 ? epoch : 0);
 }
 
 template <class Type>
 int push(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
-    const auto kernel = a.weighted ? combine_push_kernel<Type, true> : combine_push_kernel<Type, false>;
-    return launch_early(kernel, ep.device, a.blocks, a.threads, 0, stream, "combine", ep, a);
+    const auto start = [&](auto kernel, std::size_t shared) {
+        return launch_early(kernel, ep.device, a.blocks, a.threads, shared, stream, "combine", ep, a);
+    };
+    if (!ep.expert_layout) return start(combine_push_kernel<Type, RankRows>, 0);
+    return start(a.weighted ? combine_push_kernel<Type, WeightedExpertRows> : combine_push_kernel<Type, ExpertRows>,
+                 Sum<Type>::aside_bytes(a.threads));
 }
 
 }  // namespace

@@ -64,8 +64,9 @@ struct Float32 {
     }
 };
 
-// Four vectors of one row for each lane: enough loads in flight, and the float32 sums still fit in registers.
-constexpr int kSumVectors = 4;
+// Four vectors of one row for each lane, of up to three rows at a time: 6 KiB of loads in flight for each warp, and with the
+// float32 sums they still fit in the registers of 512 threads.
+constexpr int kSumVectors = 4, kSumRows = 3;
 
 template <class Type>
 struct Sum {
@@ -75,27 +76,52 @@ struct Sum {
     __device__ Sum(const RowCut& cut, int piece) {
         first = piece * cut.vectors + (threadIdx.x & 31);
         end = min((piece + 1) * cut.vectors, cut.row_vectors);
+        clear();
+    }
+    __device__ void clear() {
 #pragma unroll
         for (int i = 0; i < kSumVectors; ++i)
 #pragma unroll
             for (int j = 0; j < Type::kValues; ++j) value[i][j] = 0.0f;
     }
+    // Beyond the end the last vector is loaded and added again, and not stored: no branches between loads, nor between sums.
     __device__ void load(const char* row, uint4* v) const {
 #pragma unroll
         for (int i = 0; i < kSumVectors; ++i)
-            if (first + i * 32 < end) v[i] = __ldcg(reinterpret_cast<const uint4*>(row) + first + i * 32);
+            v[i] = __ldcg(reinterpret_cast<const uint4*>(row) + min(first + i * 32, end - 1));
     }
     template <bool kWeighted>
     __device__ void add(const uint4* v, float weight) {
 #pragma unroll
         for (int i = 0; i < kSumVectors; ++i) {
-            if (first + i * 32 >= end) continue;
             float row[Type::kValues];
             Type::unpack(v[i], row);
 #pragma unroll
             for (int j = 0; j < Type::kValues; ++j)
                 value[i][j] = __fadd_rn(value[i][j], kWeighted ? __fmul_rn(weight, row[j]) : row[j]);
         }
+    }
+    // Puts the sums aside in shared memory, where the same thread finds them again, and starts anew: registers are for rows.
+    __device__ void put_aside(float4* aside) {
+#pragma unroll
+        for (int i = 0; i < kSumVectors; ++i)
+#pragma unroll
+            for (int j = 0; j < Type::kValues; j += 4)
+                aside[place(i, j)] = make_float4(value[i][j], value[i][j + 1], value[i][j + 2], value[i][j + 3]);
+        clear();
+    }
+    __device__ void add_aside(const float4* aside) {
+#pragma unroll
+        for (int i = 0; i < kSumVectors; ++i)
+#pragma unroll
+            for (int j = 0; j < Type::kValues; j += 4) {
+                const float4 v = aside[place(i, j)];
+                value[i][j] = __fadd_rn(value[i][j], v.x), value[i][j + 1] = __fadd_rn(value[i][j + 1], v.y);
+                value[i][j + 2] = __fadd_rn(value[i][j + 2], v.z), value[i][j + 3] = __fadd_rn(value[i][j + 3], v.w);
+            }
+    }
+    static constexpr std::size_t aside_bytes(int threads) {
+        return static_cast<std::size_t>(threads) * kSumVectors * Type::kValues * sizeof(float);
     }
     __device__ void add_row(const char* row) {
         uint4 v[kSumVectors];
@@ -127,6 +153,14 @@ struct Sum {
         for (int i = 0; i < kSumVectors; ++i)
             if (first + i * 32 < end)
                 store_window(reinterpret_cast<uint4*>(row) + first + i * 32, Type::pack(value[i]));
+    }
+
+  private:
+    // A warp's lanes side by side, and constant distances between a lane's parts.
+    __device__ static int place(int i, int j) {
+        constexpr int kParts = kSumVectors * Type::kValues / 4;
+        const int thread = static_cast<int>(threadIdx.x), part = (i * Type::kValues + j) / 4;
+        return thread / 32 * 32 * kParts + thread % 32 + part * 32;
     }
 };
 
