@@ -24,7 +24,7 @@ from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal_cuda import native
 from hal_cuda.crossing import CHANNELS, Crossing, crossing
 from hal_cuda.faults import Faults, PeerRefused
-from hal_cuda.layout import HandleLayout, Layout, handle_layout, layout
+from hal_cuda.layout import HandleLayout, Layout, dirty_bytes, handle_layout, layout
 from hal_cuda.memory import Allocator
 from hal_cuda.over_hosts import OverHosts
 from hal_cuda.slots import Lease, Slots
@@ -129,8 +129,8 @@ class CudaEngine:
         self._error = self._faults.record
         self._allocator = Allocator(self.library, session.device, self.device)
         self.tuning = session.tuning(spec, self._push)
-        self._state_memory = int(self.library.value("malloc", c_uint64, session.device, self.library.state_bytes, 0))
-        self.library.memset(session.device, self._state_memory, 0, self.library.state_bytes, 0)
+        self._state_memory = self._allocate(self.library.state_bytes, 0)
+        self._dirty = self._allocate(dirty_bytes(spec, world), 0xFF)  # the window is not cleared
         self.library.stream_sync(session.device, 0)
         self._scratch = self._allocate_scratch()
         self._over_hosts = (
@@ -567,6 +567,12 @@ class CudaEngine:
         arrays.weights, arrays.source, arrays.lists = own + place.weights, own + place.source, own + place.lists
         return State(tokens, sized, arrays, 0, memory, memory)
 
+    def _allocate(self, nbytes: int, fill: int) -> int:
+        """This rank's own memory, filled in the default stream's order."""
+        memory = int(self.library.value("malloc", c_uint64, self._session.device, nbytes, 0))
+        self.library.memset(self._session.device, memory, fill, nbytes, 0)
+        return memory
+
     def _allocate_scratch(self) -> int:
         """Where a launch's blocks tell one another what they found in the ids."""
         spec, session = self._spec, self._session
@@ -583,6 +589,7 @@ class CudaEngine:
             peer_stride=self._window.record.peer_stride,
             state=self._state_memory,
             scratch=self._scratch,
+            dirty=self._dirty,
             error=self._faults.address,
             abort=session.abort_words,
             timeout_ns=int(self._timeout * 1e9),
@@ -695,7 +702,7 @@ class CudaEngine:
         return True
 
     def _free(self) -> None:
-        for memory in (self._state_memory, self._scratch):
+        for memory in (self._state_memory, self._scratch, self._dirty):
             self.library.free(self._session.device, memory, 0)
         self._faults.close()
 

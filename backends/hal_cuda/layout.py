@@ -250,6 +250,14 @@ def slot_rows(spec: ExpertParallelSpec, world: int) -> int:
     return min(used + local * (spec.alignment - 1), local * aligned(sources, spec.alignment))
 
 
+def dirty_bytes(spec: ExpertParallelSpec, world: int) -> int:
+    """This rank's own words of which rows of the receive slots may hold data (kernels_cuda/src/dirty.cuh)."""
+    runs = 1
+    if spec.schedule == "latency":
+        runs = 1 + (spec.num_experts if spec.layout == "expert" else world)
+    return spec.num_buffers * runs * 16
+
+
 @dataclass(frozen=True)
 class HandleLayout:
     """What a handle keeps, in one piece of this rank's own memory; offsets in bytes."""

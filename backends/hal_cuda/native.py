@@ -25,7 +25,7 @@ from typing import Any
 from hal.errors import BackendUnavailable, HalError
 from hal_cuda import build, nccl
 
-ABI = 3
+ABI = 4
 SEND, RECV = 1, 2
 PUT, SIGNAL, WAIT, QUIET, PUT_VALUE, ARRIVE, AWAIT = range(7)
 MAX_OPS = 48
@@ -73,7 +73,7 @@ Error: Any = _structure(
 Ep: Any = _structure(
     "Ep",
     (c_int32, "device unused"),
-    (c_uint64, "peers peer_stride state scratch error abort timeout_ns"),
+    (c_uint64, "peers peer_stride state scratch dirty error abort timeout_ns"),
     (c_uint64, "off_header off_arrive off_dispatch_flags off_ready off_done off_combine_flags"),
     (
         c_uint64,
@@ -187,6 +187,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "emulator_configure": (c_uint64, c_int),
     "emulator_limit": (c_double,),
     "emulator_count_loads": (c_uint64, c_uint64, POINTER(c_uint64)),
+    "emulator_count_stores": (c_uint64, c_uint64, POINTER(c_uint64)),
     "emulator_begin_capture": (c_uint64, c_int),
     "emulator_end_capture": (c_uint64, POINTER(c_uint64)),
     "emulator_launch_graph": (c_uint64, c_uint64),

@@ -25,6 +25,8 @@ int hal_cuda_emulator_configure(uint64_t seed, int adversary);
 int hal_cuda_emulator_limit(double seconds);
 /* Counts the kernels' loads of [begin, begin + bytes) from now on; of what was watched before, *loads gets the number. */
 int hal_cuda_emulator_count_loads(uint64_t begin, uint64_t bytes, uint64_t* loads);
+/* The same of stores, of at most 16 bytes each. */
+int hal_cuda_emulator_count_stores(uint64_t begin, uint64_t bytes, uint64_t* stores);
 
 /* CUDA graphs: a stream is captured from `begin_capture` to `end_capture`, by one thread; the graph is launched any number
  * of times. `mode`: a cudaStreamCaptureMode. An invalidated capture ends too, and gives no graph. */

@@ -26,16 +26,23 @@ void write(T* p, T value) {
         std::memcpy(p, &value, sizeof value);
 }
 
-// Loads of a range of addresses, counted for tests of how often a kernel reads its input.
-struct CountedLoads {
+// Accesses of a range of addresses, counted for tests of how often a kernel reads its input or writes rows.
+struct Counted {
     std::atomic<std::uintptr_t> begin{0}, bytes{0};
-    std::atomic<std::uint64_t> loads{0};
+    std::atomic<std::uint64_t> accesses{0};
     void note(const void* p) {
         const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(p) - begin.load(std::memory_order_relaxed);
-        if (offset < bytes.load(std::memory_order_relaxed)) loads.fetch_add(1, std::memory_order_relaxed);
+        if (offset < bytes.load(std::memory_order_relaxed)) accesses.fetch_add(1, std::memory_order_relaxed);
+    }
+    // How many there were of the range before.
+    std::uint64_t restart(std::uint64_t from, std::uint64_t length) {
+        bytes = 0;
+        const std::uint64_t before = accesses.exchange(0);
+        begin = from, bytes = length;
+        return before;
     }
 };
-inline CountedLoads counted_loads;
+inline Counted counted_loads, counted_stores;
 
 // A plain load.
 template <class T>
@@ -51,6 +58,7 @@ T load(const T* p) {
 template <class T>
 void store(T* p, T value, bool atomic) {
     static_assert(sizeof(T) <= 16);
+    counted_stores.note(p);
     Block& block = *running->block;
     const bool window = block.is_window(p, sizeof(T));
     if (window) block.wrote(p, sizeof(T));

@@ -64,10 +64,11 @@ int hal_cuda_emulator_configure(std::uint64_t seed, int adversary) {
 }
 
 int hal_cuda_emulator_count_loads(std::uint64_t begin, std::uint64_t bytes, std::uint64_t* loads) {
-    CountedLoads& counted = counted_loads;
-    counted.bytes = 0;
-    *loads = counted.loads.exchange(0);
-    counted.begin = begin, counted.bytes = bytes;
+    *loads = counted_loads.restart(begin, bytes);
+    return 0;
+}
+int hal_cuda_emulator_count_stores(std::uint64_t begin, std::uint64_t bytes, std::uint64_t* stores) {
+    *stores = counted_stores.restart(begin, bytes);
     return 0;
 }
 int hal_cuda_emulator_limit(double seconds) {

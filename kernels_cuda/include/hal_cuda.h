@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define HAL_CUDA_ABI 3
+#define HAL_CUDA_ABI 4
 
 /* What a kernel that could not go on leaves in pinned memory; the first to fail writes it. */
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
@@ -60,8 +60,10 @@ typedef struct hal_cuda_ep {
     uint64_t peer_stride;
     uint64_t state;   /* this rank's counters (struct State), device memory, zeroed at the start */
     uint64_t scratch; /* this rank's own: bits of the directory, then counts by block and expert */
-    uint64_t error;   /* hal_cuda_error in pinned memory, device address */
-    uint64_t abort;   /* this rank's abort words (hal_cuda_abort_words), device memory that only this rank writes */
+    uint64_t
+        dirty; /* this rank's own (kernels_cuda/src/dirty.cuh): [receive slots, runs] x 2 words, ones at the start */
+    uint64_t error; /* hal_cuda_error in pinned memory, device address */
+    uint64_t abort; /* this rank's abort words (hal_cuda_abort_words), device memory that only this rank writes */
     uint64_t timeout_ns;
     uint64_t off_header, off_arrive, off_dispatch_flags, off_ready, off_done, off_combine_flags;
     uint64_t off_slots, slot_bytes;
@@ -124,7 +126,7 @@ typedef struct hal_cuda_dispatch_args {
     int32_t slot;                      /* where the caller's arrays lie */
     int32_t next_slot; /* fixed slots: offered to the peers for the next round as this one begins; -1 = none yet */
     int32_t phases;
-    int32_t pad_to_rows; /* rows up to here are zeroed; 0 = none beyond what the layout itself pads */
+    int32_t pad_to_rows; /* rows up to here are padding; 0 = none beyond what the layout itself pads */
     int32_t blocks, threads;
     int32_t push_warps; /* layout expert within one NVLink domain: about so many push rows to other ranks first */
 } hal_cuda_dispatch_args;

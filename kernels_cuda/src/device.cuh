@@ -183,6 +183,8 @@ struct Launch {
         know();
     }
     __device__ void know() { launches = known()[0], finished = known()[1]; }
+    // `launches` of this block's launch, for who has no register to spare for it.
+    __device__ static std::uint64_t number() { return known()[0]; }
     __device__ void begin() {
         if (reads()) read();
         __syncthreads();

@@ -35,23 +35,32 @@ __device__ void signal_peers(const hal_cuda_ep& ep) {
 
 // Rows that nobody writes become padding. Runs are measured before the peers are signalled, since they may then send the
 // next round's headers; they are cleared after, since nobody waits for that.
+// `dirty.rows(segment)` is where data ends; block 0 has `dirty.keep(segment)` write down where it ends from here on.
 template <bool kExpert>
 struct Clearing {
     Padding padding;
     int segments, units;
     unsigned first;
 
+    template <class Bounds>
     __device__ Clearing(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, unsigned rows,
-                        bool moved)
+                        bool moved, const Bounds& dirty)
         : padding{ep, a, plan, kExpert, rows}, segments(padding.segments()), units(0), first(rows) {
-        if (!moved) return;
+        if (!moved) {
+            for (int s = threadIdx.x; blockIdx.x == 0 && s < segments; s += blockDim.x) dirty.keep(s);
+            return;
+        }
         if (segments == 1) {
-            units = static_cast<int>(padding.length(0)), first = padding.first(0);
+            if (blockIdx.x == 0 && threadIdx.x == 0) dirty.keep(0);
+            units = static_cast<int>(padding.length(0, dirty.rows(0))), first = padding.first(0);
             return;
         }
         __syncthreads();  // the scratch words are free from here on
-        if (warp_id() == 0) warp_prefix(plan.pads, segments, [&](int s) { return padding.length(s); });
-        for (int s = threadIdx.x; s < segments; s += blockDim.x) plan.scratch[s] = padding.first(s);
+        if (warp_id() == 0) warp_prefix(plan.pads, segments, [&](int s) { return padding.length(s, dirty.rows(s)); });
+        for (int s = threadIdx.x; s < segments; s += blockDim.x) {
+            plan.scratch[s] = padding.first(s);
+            if (blockIdx.x == 0) dirty.keep(s);
+        }
         __syncthreads();
         units = static_cast<int>(plan.pads[segments]);
     }
@@ -62,9 +71,17 @@ struct Clearing {
     }
 };
 
+// Of groups that follow each other: one bound, of the slot, is known before it is asked for and kept when peers were told.
+struct TailBound {
+    unsigned dirty;
+    __device__ unsigned rows(int) const { return dirty; }
+    __device__ void keep(int) const {}
+};
+
 template <bool kExpert>
 __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, const Plan& plan, Launch& launch,
                      hal_cuda_error& bad) {
+    __shared__ unsigned dirty;
     if (launch.reads()) {
         launch.read();
         // Has come back before the header goes out: building the directory ends with a block barrier.
@@ -79,7 +96,10 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
     if (kExpert && !a.cached && alive) alive = number_and_send(ep, a, plan, launch, epoch);
     bool moved = false;
     unsigned rows = 0;
+    const auto slot = static_cast<unsigned>(a.slot), most = static_cast<unsigned>(ep.slot_rows);
     auto headers = [&] {
+        // Has come back before the headers have.
+        if (threadIdx.x == 0) dirty = Dirty(ep, slot, 0).rows(most);
         moved = receive_headers<kExpert>(ep, a, plan, epoch);
         if (moved) place_groups<kExpert>(ep, a, plan);
         rows = rows_here<kExpert>(ep, a, plan, moved);
@@ -94,10 +114,12 @@ __device__ bool send(const hal_cuda_ep& ep, const hal_cuda_dispatch_args& a, con
         push_rank_rows(ep, a, plan, launch.counters(), headers);
     }
     if (!moved && !a.cached) forget_routing(ep, a, nullptr);  // no block places anything without headers
-    const Clearing<kExpert> clearing(ep, a, plan, rows, moved);
+    const Clearing<kExpert> clearing(ep, a, plan, rows, moved, TailBound{dirty});
     if (kExpert && blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);  // may read headers
     signal_peers(ep);
     if (!kExpert && blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        Dirty(ep, slot, 0).put(moved ? still_dirty(dirty, rows, static_cast<unsigned>(a.pad_to_rows)) : most);
     for (Tickets t(&launch.counters().tickets[1], warp, warps, clearing.units); t.more(); t.advance())
         clear_row(ep, a, cut, clearing.row(plan, t.unit()), kExpert);
     return moved;
@@ -177,7 +199,11 @@ __device__ void dispatch_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_ar
     if (sends) {
         if (!send_fixed<kExpert>(ep, a, plan, launch, bad, from, &moved)) return;
         epoch = launch.finished + 1;
-        if (!receives && blockIdx.x == 0 && threadIdx.x == 0) store_window(note, stamped(epoch, plan.here));
+        if (!receives && blockIdx.x == 0 && threadIdx.x == 0) {
+            store_window(note, stamped(epoch, plan.here));
+            const Dirty uncounted(ep, plan.here, uncounted_run(ep));
+            uncounted.put(uncounted.rows(2) == 0 ? 1 : 2);
+        }
     } else {
         launch.begin();
         // A receive half belongs to the round that its send half noted, which need not be the last.
@@ -200,7 +226,8 @@ __device__ void dispatch_fixed(const hal_cuda_ep& ep, const hal_cuda_dispatch_ar
             plan.start[e] = static_cast<unsigned>(e) * ep.world * ep.max_tokens;
     __syncthreads();
     const auto rows = static_cast<unsigned>(ep.slot_rows);
-    const Clearing<kExpert> clearing(ep, a, plan, rows, moved);
+    const Clearing<kExpert> clearing(ep, a, plan, rows, moved,
+                                     FixedBounds{{ep, a, plan, kExpert, rows}, sends ? 0u : 1u, moved});
     if (blockIdx.x == 0) keep_counts<kExpert>(ep, a, plan, epoch, moved, rows);
     const RowCut cut(ep.row_bytes);
     const int warps = gridDim.x * warps_in_block(), warp = warp_id() * gridDim.x + blockIdx.x;

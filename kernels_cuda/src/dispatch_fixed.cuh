@@ -118,6 +118,36 @@ __device__ inline bool move_fixed_expert_rows(const hal_cuda_ep& ep, const hal_c
     return moved;
 }
 
+// Where data ends in each run of the caller's slot and, if it is another, of the one where this round's rows landed. Peers may put
+// rows into an offered slot in a round that is then refused, or that no receive half counts: any of its rows may hold data then.
+struct FixedBounds {
+    Padding padding;
+    unsigned counts;  // send halves whose rows this launch counts: of a receive half 1
+    bool moved;
+
+    __device__ Dirty of(unsigned slot, int run) const { return {padding.ep, slot, run}; }
+    __device__ unsigned most() const { return static_cast<unsigned>(padding.ep.max_tokens); }
+    __device__ unsigned rows(int run) const {
+        const auto slot = static_cast<unsigned>(padding.a.slot);
+        const Dirty uncounted = of(slot, uncounted_run(padding.ep)), bound = of(slot, run);
+        return uncounted.rows(2) > (slot == padding.plan.here ? counts : 0) ? most() : bound.rows(most());
+    }
+    // For the next dispatch, when this one has cleared the caller's slot.
+    __device__ void keep(int run) const {
+        const auto slot = static_cast<unsigned>(padding.a.slot);
+        const unsigned here = padding.plan.here, used = moved ? padding.received(run) : 0;
+        const Dirty uncounted = of(here, uncounted_run(padding.ep)), landed = of(here, run);
+        if (moved && here == slot)
+            landed.put(used);
+        else if (!moved || uncounted.rows(2) > counts)
+            landed.put_all();
+        else
+            landed.put(max(landed.rows(most()), used));
+        if (moved && here != slot) of(slot, run).put(used);
+        if (run == 0 && uncounted.rows(2) != 0) uncounted.put(0);
+    }
+};
+
 // Rows landed where they were offered to land, and the caller's arrays are elsewhere: a CUDA graph's are fixed, and the
 // dispatch before it could not know of it. Once all have landed they are copied.
 template <bool kExpert>

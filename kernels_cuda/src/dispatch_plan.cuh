@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every block knows of a round before it moves rows: the directory, the peers' slots and counts, first rows, padding.
 #pragma once
+#include "dirty.cuh"
 #include "route.cuh"
 
 namespace hal::cuda {
@@ -323,7 +324,8 @@ __device__ void place_groups(const hal_cuda_ep& ep, const hal_cuda_dispatch_args
     __syncthreads();
 }
 
-// Runs of rows that no peer writes and that must read as padding. Their lengths are summed into plan.pads.
+// Runs of rows that no peer writes and that must read as padding. The lengths of what is to be cleared of them are summed into
+// plan.pads.
 struct Padding {
     const hal_cuda_ep& ep;
     const hal_cuda_dispatch_args& a;
@@ -348,10 +350,13 @@ struct Padding {
             return plan.start[segment] + plan.expert_total[ep.rank * ep.local_experts + segment];
         return rows;
     }
-    __device__ unsigned length(int segment) const {
-        if (ep.fixed_slots) return ep.max_tokens - received(segment);
-        if (expert && segment < ep.local_experts) return plan.start[segment + 1] - first(segment);
-        return static_cast<unsigned>(a.pad_to_rows) > rows ? a.pad_to_rows - rows : 0u;
+    // `dirty`: where the rows end that may hold data, in the run (fixed slots), or in the slot. Gaps between groups move, and
+    // are always cleared.
+    __device__ unsigned length(int segment, unsigned dirty) const {
+        if (expert && !ep.fixed_slots && segment < ep.local_experts) return plan.start[segment + 1] - first(segment);
+        const unsigned used = ep.fixed_slots ? received(segment) : rows;
+        const unsigned end = ep.fixed_slots ? dirty : min(dirty, static_cast<unsigned>(a.pad_to_rows));
+        return end > used ? end - used : 0u;
     }
 };
 

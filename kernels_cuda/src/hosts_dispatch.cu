@@ -244,29 +244,31 @@ struct Rows {
         }
     }
 
-    // Runs of rows that nobody writes, which must read as padding.
-    __device__ void clear() const {
+    // Rows that nobody writes must read as padding: those are cleared where data of an earlier dispatch may be. All of a slot
+    // may hold data after a round that does not move rows (`moves`), since its end is not known then.
+    __device__ void clear(bool moves) const {
         const hal_cuda_ep& ep = m.ep;
         const auto* counts = reinterpret_cast<const std::int32_t*>(a.counts);
-        const auto* offsets = reinterpret_cast<const long long*>(a.expert_offsets);
-        const int fixed = ep.expert_layout ? ep.local_experts * ep.world : ep.world;
-        const int groups = ep.expert_layout ? ep.local_experts : 0, runs = ep.fixed_slots ? fixed : groups + 1;
-        for (int run = 0; run < runs; ++run) {
-            int first, end;
-            if (ep.fixed_slots) {
-                const int used = __ldcg(ep.expert_layout ? counts + ep.world + kTails + run : counts + run);
-                first = run * ep.max_tokens + used, end = (run + 1) * ep.max_tokens;
-            } else if (run < groups) {
-                first = static_cast<int>(__ldcg(offsets + run)) +
-                        __ldcg(reinterpret_cast<const std::int32_t*>(a.expert_counts) + run);
-                end = static_cast<int>(__ldcg(offsets + run + 1));
-            } else {
-                first = __ldcg(counts + ep.world + kRows), end = a.pad_to_rows;
-            }
-            const int warps = static_cast<int>(gridDim.x) * warps_in_block();
-            const int warp = warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-            for (int row = first + warp; row < end; row += warps) clear_row(row);
+        for (int gap = 0; moves && ep.expert_layout && !ep.fixed_slots && gap < ep.local_experts; ++gap) {
+            const auto* offsets = reinterpret_cast<const long long*>(a.expert_offsets) + gap;
+            clear_rows(static_cast<unsigned>(__ldcg(offsets)) +
+                           __ldcg(reinterpret_cast<const unsigned*>(a.expert_counts) + gap),
+                       static_cast<unsigned>(__ldcg(offsets + 1)));
         }
+        const auto most = static_cast<unsigned>(ep.fixed_slots ? ep.max_tokens : ep.slot_rows);
+        const unsigned shown = ep.fixed_slots ? most : static_cast<unsigned>(a.pad_to_rows);
+        for (int run = 0; run < runs_of(ep); ++run) {
+            const Dirty bound(ep, static_cast<unsigned>(a.slot), run);
+            const int kept = !ep.fixed_slots ? ep.world + kRows : ep.expert_layout ? ep.world + kTails + run : run;
+            const auto used = static_cast<unsigned>(__ldcg(counts + kept));
+            const unsigned dirty = bound.rows(most), start = static_cast<unsigned>(run) * most;
+            if (moves) clear_rows(start + used, start + min(dirty, shown));
+            if (blockIdx.x == 0 && threadIdx.x == 0) bound.put(moves ? still_dirty(dirty, used, shown) : most);
+        }
+    }
+    __device__ void clear_rows(unsigned first, unsigned end) const {
+        const unsigned warps = gridDim.x * warps_in_block(), warp = warp_id() * gridDim.x + blockIdx.x;
+        for (unsigned row = first + warp; row < end; row += warps) clear_row(row);
     }
     __device__ void clear_row(std::size_t row) const {
         char* slot = m.here(m.slot(a.slot));
@@ -338,7 +340,7 @@ __device__ bool send(const Rows& r, const Launch& launch, std::uint64_t epoch) {
     ok = move_rows(r, launch.counters(), moves);
     signal_neighbours(m, arrival_at);
     if (blockIdx.x == 0) hand_out_counts(r);
-    if (moves) r.clear();
+    r.clear(moves);
     return ok;
 }
 

@@ -17,6 +17,7 @@ from hal.bench.inputs import as_rows
 
 Array = NDArray[Any]
 FIELDS = ("x", "scales", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets")
+BY_ROW = FIELDS[:4]
 
 
 class Tokens:
@@ -86,16 +87,23 @@ class Layer:
         rows = expected.rows[self.rank]
         for name in FIELDS:
             same(name, getattr(out, name), getattr(rows, name))
-        poison(*(getattr(out, name) for name in FIELDS[1:]))
-        # HAL clears what HAL wrote: in the fixed slots of schedule latency, callers leave padding rows alone.
-        filled = (rows.topk_idx >= 0).any(axis=tuple(range(1, rows.topk_idx.ndim)))
-        poison(out.x, rows=filled if self.case.schedule == "latency" else None)
+        # HAL clears what HAL wrote: callers leave padding rows alone that no group has, as schedule latency gives them.
+        poison(*(getattr(out, name) for name in BY_ROW), rows=in_use(self.case, rows))
+        poison(*(getattr(out, name) for name in FIELDS[len(BY_ROW) :]))
         return out.handle
 
     def combine(self, answers: list[Array], handle: hal.Handle, wanted: list[Array], **options: Any) -> None:
         y = self.ep.combine(self.target.give(answers[self.rank], self.rank), handle, **options)
         same("y", y, wanted[self.rank])
         poison(y)
+
+
+def in_use(case: Case, rows: hal.Dispatched) -> Array:
+    """Which of a rank's rows are not padding, but that gaps between groups count as in use."""
+    if case.schedule != "latency":
+        return np.ones(len(rows.x), bool)
+    used: Array = (rows.topk_idx >= 0).any(axis=tuple(range(1, rows.topk_idx.ndim)))
+    return used
 
 
 def same(name: str, given: Any, wanted: Array | None) -> None:

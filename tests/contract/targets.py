@@ -70,12 +70,14 @@ def poison(*arrays: Any, rows: NDArray[Any] | None = None) -> None:
     """Overwrite what a backend gave (or some rows of it), so that who reuses the memory without filling it is seen."""
     which = slice(None) if rows is None else rows
     for array in arrays:
+        if array is None or not len(array):
+            continue
         if isinstance(array, np.ndarray):
-            array.view(np.uint8)[which] = 0xEE
-        elif array is not None:
+            array.view(np.uint8).reshape(len(array), -1)[which] = 0xEE
+        else:
             import torch
 
-            array.view(torch.uint8)[which] = 0xEE
+            array.view(torch.uint8).view(len(array), -1)[which] = 0xEE
 
 
 def kinds_of(target: Target) -> list[str]:
