@@ -300,30 +300,32 @@ class Bench:
         return sum(int((owners == rank).any(1).sum()) for rank in range(self.ranks) if rank != self.comm.rank)
 
     def eager(self, tokens: int) -> None:
-        """Wall time of a pair from Python, with and without the count exchange and its host wait."""
+        """Wall time of a pair from Python, with and without the count exchange and its host wait. So many in a row; between
+        them the host waits for the GPU and the other ranks."""
         torch = self.torch
         with self.layer(max_tokens=tokens) as ep:
             sets = self.inputs(ep.spec, tokens)
             handle = ep.dispatch(*sets[0][:3]).handle
-            for cached in (True, False):
+            for cached, count in itertools.product((True, False), (10, 200)):
                 times = []
-                for _ in range(60):
+                for _ in range(600 // count):
                     torch.cuda.synchronize()
                     self.comm.barrier()
                     start = time.perf_counter()
-                    for i in range(10):
+                    for i in range(count):
                         x, idx, weights, _ = sets[i % INPUT_SETS]
                         given = (x, None, weights, None, handle) if cached else (x, idx, weights, None, None)
                         out = ep.dispatch(*given[:3], handle=given[4])
                         y = ep.combine(out.x, out.handle)
                         del out, y
                     torch.cuda.synchronize()
-                    times.append((time.perf_counter() - start) * 1e5)
+                    times.append((time.perf_counter() - start) * 1e6 / count)
                 self.note(
                     case="eager pair, wall",
                     ranks=self.ranks,
                     tokens=tokens,
                     cached=cached,
+                    in_a_row=count,
                     pair_us=self.over_ranks(times),
                 )
 
@@ -432,6 +434,9 @@ def targets(bench: Bench) -> None:
     for blocks in (24, 48):
         pull_with(bench, 4096, "bfloat16", blocks)
     pull_with(bench, 4096, "float8_e4m3fn", 48)
+    for blocks in (20, 24, 32, 36):
+        tuning = {"push_blocks": blocks}
+        bench.pair(4096, "bfloat16", "rank", tuning=tuning, pull=False, parts=False, label=f"push, {blocks} first")
 
 
 def pull_with(bench: Bench, tokens: int, dtype: str, blocks: int) -> None:

@@ -540,7 +540,9 @@ class CudaEngine:
         if self._crossing is not None:
             return self._crossing.shape(self.tuning.combine_blocks, self.tuning.threads)
         if self._push:
-            return self.tuning.combine_blocks, self.tuning.threads
+            # As for dispatch by expert: few tokens are better spread over small blocks.
+            small = tokens <= PULL_TOKENS
+            return self.tuning.combine_blocks, min(128, self.tuning.threads) if small else self.tuning.threads
         units = tokens * -(-self.place.combine_row_bytes // 2048)
         warps = self.tuning.threads // 32
         return max(min(-(-units // warps), self.tuning.combine_blocks), 1), self.tuning.threads

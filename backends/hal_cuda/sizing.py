@@ -37,7 +37,7 @@ class Tuning:
     """Of combine_blocks, those that push before they sum."""
     small_threads: int = 256
     threads: int = 512
-    push_warps: int = 512
+    push_warps: int = 768
     """Of a dispatch of layout expert, the warps that push rows to other ranks before all else: enough for the link, which is
     each GPU's own, so that their number does not grow with that of the peers."""
 
@@ -106,5 +106,5 @@ def tuning(spec: ExpertParallelSpec, ranks: int, push: bool, sms: int) -> Tuning
     return Tuning(
         dispatch_blocks=min(132 if by_expert else 20, sms),
         combine_blocks=min((132 if by_expert else 48) if push else 64, sms),
-        push_blocks=min(64 if by_expert else 20, sms),
+        push_blocks=min(64 if by_expert else 28, sms),
     )

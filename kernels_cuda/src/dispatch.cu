@@ -55,12 +55,13 @@ struct Clearing {
             units = static_cast<int>(padding.length(0, dirty.rows(0))), first = padding.first(0);
             return;
         }
-        __syncthreads();  // the scratch words are free from here on
-        if (warp_id() == 0) warp_prefix(plan.pads, segments, [&](int s) { return padding.length(s, dirty.rows(s)); });
-        for (int s = threadIdx.x; s < segments; s += blockDim.x) {
-            plan.scratch[s] = padding.first(s);
+        __syncthreads();                                            // the scratch words are free from here on
+        for (int s = threadIdx.x; s < segments; s += blockDim.x) {  // what they load is loaded by all threads at once
+            plan.pads[s] = padding.length(s, dirty.rows(s)), plan.scratch[s] = padding.first(s);
             if (blockIdx.x == 0) dirty.keep(s);
         }
+        __syncthreads();
+        if (warp_id() == 0) warp_prefix(plan.pads, segments, [&](int s) { return plan.pads[s]; });
         __syncthreads();
         units = static_cast<int>(plan.pads[segments]);
     }

@@ -335,8 +335,9 @@ struct Padding {
 
     __device__ int segments() const {
         if (ep.fixed_slots) return expert ? ep.local_experts * ep.world : ep.world;
-        return expert ? ep.local_experts + 1 : 1;
+        return has_gaps() ? ep.local_experts + 1 : 1;
     }
+    __device__ bool has_gaps() const { return expert && !ep.fixed_slots && ep.alignment > 1; }  // between groups
     __device__ unsigned received(int segment) const {  // fixed slots: rows in use
         if (!expert) return plan.counts[segment * ep.world + ep.rank];
         if (a.cached) return reinterpret_cast<const std::int32_t*>(a.counts)[ep.world + kTails + segment];
@@ -346,14 +347,14 @@ struct Padding {
     }
     __device__ unsigned first(int segment) const {
         if (ep.fixed_slots) return static_cast<unsigned>(segment) * ep.max_tokens + received(segment);
-        if (expert && segment < ep.local_experts)
+        if (has_gaps() && segment < ep.local_experts)
             return plan.start[segment] + plan.expert_total[ep.rank * ep.local_experts + segment];
         return rows;
     }
     // `dirty`: where the rows end that may hold data, in the run (fixed slots), or in the slot. Gaps between groups move, and
     // are always cleared.
     __device__ unsigned length(int segment, unsigned dirty) const {
-        if (expert && !ep.fixed_slots && segment < ep.local_experts) return plan.start[segment + 1] - first(segment);
+        if (has_gaps() && segment < ep.local_experts) return plan.start[segment + 1] - first(segment);
         const unsigned used = ep.fixed_slots ? received(segment) : rows;
         const unsigned end = ep.fixed_slots ? dirty : min(dirty, static_cast<unsigned>(a.pad_to_rows));
         return end > used ? end - used : 0u;

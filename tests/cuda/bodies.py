@@ -75,6 +75,10 @@ class Round:
             given["handle"] = handle
         return given
 
+    def used(self) -> Any:
+        """Which rows are not padding; what a caller puts into the others may stay there (docs/contract.md, section 1)."""
+        return self.rows[self.me].used
+
     def check(self, out: Any) -> None:
         wanted = self.rows[self.me]
         for name in FIELDS:
@@ -101,7 +105,8 @@ class Round:
         answers = oracle.answers(self.spec, [len(r.x) for r in self.rows], seed, self.device)
         mine = answers[self.me].clone()
         if into is not None:
-            into.copy_(mine)
+            used = self.used()
+            into[used] = mine[used]
             mine = into
         weighted = options.get("weighted", False)
         bias = tuple(
@@ -120,8 +125,10 @@ class Round:
             )
         else:
             y = self.ep.combine(mine, handle, bias=bias or None, **options)
-        if poisons:
+        if poisons and into is None:
             poison(mine)
+        elif poisons:
+            into.view(torch.uint8)[self.used()] = 0xEE
         if carried is not None:
             y, weights = y
             same("weights", weights, oracle.weights_home(self.spec, self.batch, self.rows, carried, self.me))

@@ -26,8 +26,8 @@ def main() -> None:
     transport = "gin_emulated" if "--emulated" in sys.argv[1:] else None
     pair = Pair(timeout=60.0, transport=transport)
     common = {"num_experts": 8, "top_k": 2, "hidden": 64, "num_buffers": 3}
-    for layout in ("rank", "expert") if transport is None else ("expert",):
-        for schedule in ("direct", "latency") if transport is None else ("direct",):
+    for layout in ("rank", "expert"):
+        for schedule in ("direct", "latency"):
             settings = {**common, "layout": layout, "schedule": schedule, "max_tokens": 8}
             print(f"layout {layout}, schedule {schedule}", flush=True)
             pair.run("rounds", settings, SIZES, {}, seconds=200.0)
