@@ -16,6 +16,13 @@ from hosts_rounds import a_case
 
 pytestmark = pytest.mark.cuda
 
+
+@pytest.fixture(scope="module", autouse=True)
+def ended():
+    yield
+    hosts_ranks.close()
+
+
 SHAPES = [(2, 2), (4, 2)]
 """Ranks and hosts."""
 FAULTS = "reorder=200us,split=4K,source_early"
