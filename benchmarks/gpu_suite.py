@@ -42,6 +42,7 @@ LAYOUTS = ((2, 2), (2, 4), (4, 2))
 """Make-believe hosts × ranks on each."""
 REHEARSAL = 6
 """Times as long as on GPUs may a part take on CPUs that others use too."""
+OVER_HOSTS = ("test_hosts_on_gpus.py", "test_gin.py")
 SHARED_BY = 2
 """At most so many ranks on one GPU, where they take turns of about 2 ms."""
 
@@ -87,6 +88,8 @@ class Part:
     seconds: float
     steps: Callable[[Machine], Iterator[Step]]
     why_not: Callable[[Machine], str] = lambda machine: ""
+    usual: bool = True
+    """Whether it runs when no parts are named: those that do fit into ten minutes."""
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -106,13 +109,19 @@ def build(machine: Machine) -> Iterator[Step]:
 
 
 def tests(machine: Machine) -> Iterator[Step]:
-    # What test_device_litmus.py plays is a part of its own, with the histograms.
+    # What test_device_litmus.py plays is a part of its own, with the histograms, and so is what runs over hosts.
+    apart = ("test_device_litmus.py", *OVER_HOSTS)
     chosen = (
-        ["tests/cuda", "--ignore=tests/cuda/test_device_litmus.py"]
+        ["tests/cuda", *(f"--ignore=tests/cuda/{name}" for name in apart)]
         if not machine.rehearse
         else ["tests/cuda/test_oracle.py", "-k", "bfloat16-rank-direct"]
     )
     yield Step(pytest(machine, *chosen), read=read_pytest)
+
+
+def hosts_tests(machine: Machine) -> Iterator[Step]:
+    """Over make-believe hosts and the software NIC; up to four ranks on two GPUs."""
+    yield Step(pytest(machine, *(f"tests/cuda/{name}" for name in OVER_HOSTS)), read=read_pytest)
 
 
 def contract(machine: Machine) -> Iterator[Step]:
@@ -184,7 +193,7 @@ def software_nic(machine: Machine) -> Iterator[Step]:
 
     out = machine.scratch / "nic.jsonl"
     home = nccl.installed()[0].library.parent.parent
-    words = ["--nccl", home, "--seeds", 3, "--seconds", 30, "--output", out]
+    words = ["--nccl", home, "--seeds", 1, "--seconds", 30, "--output", out]
     yield Step(machine.script("kernels_cuda/software_nic/check_on_gpus.py", *words), read=lambda log: read_cases(out))
 
 
@@ -224,6 +233,10 @@ def no_sanitizer(machine: Machine) -> str:
     return "" if machine.gpus >= 2 else "its rounds take two GPUs"
 
 
+def no_sanitizer_twice(machine: Machine) -> str:
+    return "the same script as memcheck" if machine.rehearse else no_sanitizer(machine)
+
+
 def no_layout(machine: Machine) -> str:
     return "" if list(layouts(machine)) else f"{machine.ranks} ranks make no hosts of two"
 
@@ -238,15 +251,16 @@ def layouts(machine: Machine) -> Iterator[tuple[int, int]]:
 
 
 PARTS = (
-    Part("build", 150, build),
-    Part("tests", 80, tests),
+    Part("build", 75, build),
+    Part("tests", 95, tests),
     Part("benchmark", 60, benchmark),
-    Part("hosts", 50, hosts, no_layout),
+    Part("hosts", 35, hosts, no_layout),
+    Part("contract", 160, contract),
+    Part("memcheck", 45, memcheck, no_sanitizer),
     Part("litmus", 60, litmus),
-    Part("contract", 60, contract),
-    Part("software-nic", 45, software_nic, not_in_rehearsal),
-    Part("memcheck", 35, memcheck, no_sanitizer),
-    Part("racecheck", 30, racecheck, lambda m: "the same script as memcheck" if m.rehearse else no_sanitizer(m)),
+    Part("software-nic", 40, software_nic, not_in_rehearsal),
+    Part("racecheck", 50, racecheck, no_sanitizer_twice, usual=False),
+    Part("hosts-tests", 250, hosts_tests, not_in_rehearsal, usual=False),
 )
 
 
@@ -544,7 +558,9 @@ def _litmus_lines(record: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--parts", default=",".join(part.name for part in PARTS), help="default: %(default)s")
+    usual = ",".join(part.name for part in PARTS if part.usual)
+    more = ", ".join(part.name for part in PARTS if not part.usual)
+    parser.add_argument("--parts", default=usual, help=f"default: %(default)s; there are {more} besides")
     parser.add_argument("--ranks", type=int, default=0, help="default: one for each GPU")
     parser.add_argument(
         "--budget", type=float, default=570.0, help="seconds for everything on GPUs (default %(default)s)"

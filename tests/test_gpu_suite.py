@@ -174,7 +174,7 @@ def test_hosts_are_laid_out_where_the_ranks_suffice(
 
 
 def test_the_parts_limits_leave_room_in_ten_minutes() -> None:
-    assert sum(part.seconds for part in gpu_suite.PARTS) <= 570
+    assert sum(part.seconds for part in gpu_suite.PARTS if part.usual) <= 570
 
 
 @pytest.mark.parametrize("layout", ["rank", "expert"])
@@ -209,7 +209,7 @@ def test_what_the_benchmark_expects_is_what_the_reference_says(layout: str, node
 def test_the_suite_rehearsed_on_emulated_gpus(tmp_path: Path) -> None:
     """Every script of the suite on two emulated GPUs, so that the first run on real ones is not lost to a misspelt word."""
     pytest.importorskip("torch")
-    parts = ["build", "tests", "benchmark", "hosts", "litmus", "contract", "software-nic", "racecheck"]
+    parts = ["build", "tests", "benchmark", "hosts", "contract", "litmus", "software-nic", "racecheck"]
     words = ["--out", str(tmp_path), "--rehearse", "--ranks", "2", "--parts", ",".join(parts)]
     told = subprocess.run(
         [sys.executable, "benchmarks/gpu_suite.py", *words],
