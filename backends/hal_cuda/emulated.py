@@ -85,11 +85,13 @@ class _Emulated:
         close_all(self._links)
 
 
+    def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+        session: Any = self
+        return _join(session.library, config, bootstrap, session.domains_of(bootstrap.ranks), session.device)
+
+
 class EmulatedCudaSession(_Emulated, CudaSession):
     """A rank's connection over emulated GPUs of one NVLink domain."""
-
-    def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
-        return _join(self.library, config, bootstrap, domains=1, device=self.device)
 
 
 class EmulatedGinSession(_Emulated, GinSession):
