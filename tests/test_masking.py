@@ -51,7 +51,7 @@ class Target:
         return ranks // 2 if ranks % 2 == 0 and ranks > 2 else ranks
 
     def settings(self, **settings: Any) -> dict[str, Any]:
-        """Of an ExpertParallel; skips what is refused here (tests/test_cuda_masking_hosts.py)."""
+        """Of an ExpertParallel; skips what is refused here (tests/test_cuda_masking.py)."""
         if self.several_hosts and settings.get("schedule") == "hierarchical":
             pytest.skip("refused over several hosts")
         return settings
