@@ -102,6 +102,7 @@ class GinSession(CudaSession):
         device_name: str | None = None,
     ) -> None:
         self.gin, self.capabilities = gin.record, gin.capabilities
+        properties.lsa_size, properties.lsa_rank = gin.record.lsa_size, gin.record.lsa_rank
         super().__init__(library, comm, properties, config, bootstrap, device_name)
         self.profile = profile("gin" if gin.capabilities.strong_signals else "gin-weak")
         self._outbox = self.memory(_OUTBOX)
@@ -293,10 +294,7 @@ class GinSession(CudaSession):
         domains = self.domains_of(bootstrap.ranks)
         if domains == 1:
             return super()._session_over(comm, properties, config, bootstrap)
-        apart = domains == bootstrap.world_size
-        if apart:
-            properties.lsa_size, properties.lsa_rank = 1, 0
-        gin = Gin(self.library, comm, config, bootstrap, apart)
+        gin = Gin(self.library, comm, config, bootstrap, apart=domains == bootstrap.world_size)
         return GinSession(self.library, comm, properties, config, bootstrap, gin)
 
     # --- end -----------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class SymmetricMemory:
         self._library, self._comm, self._team = library, comm, team
         self.record: Any = native.Window()
         library.window_create(comm, max(nbytes, 16), byref(self.record))
-        if len(team) == 1:  # NCCL's own team may be larger (GinSession._session_over), and begin at another rank
+        if len(team) == 1:  # NCCL's own team may be larger (hal_cuda.gin_session.Gin), and begin at another rank
             self.record.peers = self.record.ptr
         self.ptr, self.nbytes = int(self.record.ptr), nbytes
         self._views: weakref.WeakSet[View] = weakref.WeakSet()
