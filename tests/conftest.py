@@ -53,13 +53,20 @@ def run_ranks(tmp_path: Path) -> Callable[..., Outcome]:
     """``run_ranks(n, script)`` runs a Python script as ``n`` processes, as ``hal run`` does."""
 
     def run(
-        n: int, script: str, *arguments: str, nodes: int = 1, timeout: float = 240.0, keep_going: bool = False
+        n: int,
+        script: str,
+        *arguments: str,
+        nodes: int = 1,
+        timeout: float = 240.0,
+        keep_going: bool = False,
+        environment: Callable[[int], dict[str, str]] | None = None,
     ) -> Outcome:
         path = tmp_path / "script.py"
         path.write_text(script)
         output, start = io.BytesIO(), time.monotonic()
         argv = [sys.executable, str(path), *arguments]
-        status = launch.run(n, argv, nodes=nodes, timeout=timeout, keep_going=keep_going, output=output)
+        more = {"keep_going": keep_going, "output": output, "environment": environment}
+        status = launch.run(n, argv, nodes=nodes, timeout=timeout, **more)
         lines: dict[int, list[str]] = {}
         for rank, line in re.findall(r"^\[rank (\d+)\] (.*)$", output.getvalue().decode(), re.MULTILINE):
             lines.setdefault(int(rank), []).append(line)

@@ -18,9 +18,10 @@ from masking_rounds import Record, round_of, spec_of
 
 folder, layout, schedule, transport, on_gpus = sys.argv[1:]
 comm = hal.connect(backend="cuda", transport=transport, timeout=60.0)
-device = f"cuda:{{comm.rank}}" if on_gpus == "gpus" else "cpu"
+device = "cpu"
 if on_gpus == "gpus":
-    torch.cuda.set_device(comm.rank)
+    device = f"cuda:{{comm.rank % torch.cuda.device_count()}}"  # make-believe hosts may share GPUs
+    torch.cuda.set_device(device)
 ep = comm.expert_parallel(spec_of(comm.world_size, layout=layout, schedule=schedule, hidden=512, max_tokens=64))
 record, number, after = Record(folder, comm.rank), 0, 0
 while after < 6:
@@ -36,9 +37,12 @@ print("went on")
 """
 
 
-def lose_a_rank(run_ranks: Any, folder: Path, ranks: int, layout: str, schedule: str, *where: str) -> None:
+def lose_a_rank(
+    run_ranks: Any, folder: Path, ranks: int, layout: str, schedule: str, *where: str, **hosts: Any
+) -> None:
+    """``hosts``: ``nodes``, and what each rank's ``environment`` is."""
     settings = {"layout": layout, "schedule": schedule, "hidden": 512, "max_tokens": 64}
-    outcome = run_ranks(ranks, SCRIPT, str(folder), layout, schedule, *where, keep_going=True, timeout=150)
+    outcome = run_ranks(ranks, SCRIPT, str(folder), layout, schedule, *where, keep_going=True, timeout=150, **hosts)
     assert outcome.status == 128 + 9, outcome
     for rank in range(ranks):
         assert rank == 1 or "went on" in outcome.text(rank), outcome

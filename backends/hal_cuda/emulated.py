@@ -8,8 +8,11 @@ blocks and threads a launch has.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from ctypes import c_int, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +88,15 @@ class _Emulated:
         close_all(self._links)
 
 
+    def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
+        session: Any = self
+        ranks = bootstrap.ranks
+        apart = session.domains_of(ranks) == len(ranks)
+        return _join(session.library, config, bootstrap, _domains(ranks, len(session.team)), session.device, apart)
+
+
 class EmulatedCudaSession(_Emulated, CudaSession):
     """A rank's connection over emulated GPUs of one NVLink domain."""
-
-    def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
-        return _join(self.library, config, bootstrap, domains=1, device=self.device)
 
 
 class EmulatedGinSession(_Emulated, GinSession):
@@ -104,8 +111,13 @@ def connect_emulated(config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
     return _join(library, config, bootstrap, domains, device=bootstrap.rank)
 
 
+def _domains(ranks: Sequence[int], local: int) -> int:
+    """As NCCL would have them where ``local`` ranks were on a host: equal teams, as large as those left on each allow."""
+    return len(ranks) // math.gcd(*Counter(rank // local for rank in ranks).values())
+
+
 def _join(
-    library: native.Library, config: HalConfig, bootstrap: Bootstrap, domains: int, device: int
+    library: native.Library, config: HalConfig, bootstrap: Bootstrap, domains: int, device: int, apart: bool = False
 ) -> EmulatedCudaSession | EmulatedGinSession:
     world, rank = bootstrap.world_size, bootstrap.rank
     links = connect_mesh(bootstrap)
@@ -117,7 +129,7 @@ def _join(
         joined = (library, comm, properties, config, bootstrap)
         if properties.lsa_size == world:
             return EmulatedCudaSession(*joined, links=links)
-        return EmulatedGinSession(*joined, Gin(library, comm, config, bootstrap), links=links)
+        return EmulatedGinSession(*joined, Gin(library, comm, config, bootstrap, apart), links=links)
     except BaseException:
         close_all(links)
         raise

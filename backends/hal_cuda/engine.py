@@ -673,6 +673,11 @@ class CudaEngine:
             self._session.fail(error)
             raise
 
+    @property
+    def over_hosts(self) -> bool:
+        """Whether handles are those of several hosts."""
+        return self._crossing is not None
+
     def drain(self) -> None:
         """Until this rank's launches have ended."""
         if not self._closed:
@@ -688,7 +693,7 @@ class CudaEngine:
         self.drain()
         self._closed = True
         if self._over_hosts is not None:
-            self._over_hosts.close()
+            self._over_hosts.settle()
         if self._slots.any_held():
             self._window.kept = True  # arrays still view it
         self._session.retire(self._window)
@@ -704,6 +709,8 @@ class CudaEngine:
         return True
 
     def _free(self) -> None:
+        if self._over_hosts is not None:
+            self._over_hosts.free()
         for memory in (self._state_memory, self._scratch, self._dirty):
             self.library.free(self._session.device, memory, 0)
         self._faults.close()

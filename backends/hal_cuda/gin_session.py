@@ -8,15 +8,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal.arrays import Buffer
 from hal.bootstrap import Bootstrap
-from hal.config import HalConfig
-from hal.errors import BackendUnavailable, ContractError, HalError
+from hal.config import ExpertParallelSpec, HalConfig
+from hal.errors import BackendUnavailable, ContractError, HalError, PeerTimeout
 from hal.ordering import Order, QuietScope, SignalOp, profile
 from hal_cuda import native
 from hal_cuda.session import CudaSession, SymmetricMemory, _op
+
+if TYPE_CHECKING:
+    from hal_cuda.engine import CudaEngine
+    from hal_cuda.masking import CudaMaskingEngine
 
 SIGNALS = "HAL_CUDA_GIN_SIGNALS"
 """``auto``: strong signals where the network has them. ``weak``: do without (profile gin-weak), to try such a network."""
@@ -51,8 +55,11 @@ class Capabilities:
 class Gin:
     """GIN of one NCCL communicator: its description for kernels, and what it can do."""
 
-    def __init__(self, library: native.Library, comm: int, config: HalConfig, bootstrap: Bootstrap) -> None:
-        """Collective, before the first window. BackendUnavailable says why where there is none."""
+    def __init__(
+        self, library: native.Library, comm: int, config: HalConfig, bootstrap: Bootstrap, apart: bool = False
+    ) -> None:
+        """Collective, before the first window. BackendUnavailable says why where there is none. ``apart``: every rank is a
+        domain of its own, whatever NCCL's are."""
         wanted = {SIGNALS: os.environ.get(SIGNALS, "auto"), TRAFFIC_CLASS: os.environ.get(TRAFFIC_CLASS, "")}
         bootstrap.agree("settings of GIN", wanted)
         needs = native.GinNeeds(
@@ -66,6 +73,8 @@ class Gin:
         got = native.GinProperties()
         if library.raw_gin_create(comm, byref(needs), byref(self.record), byref(got)) != 0:
             raise BackendUnavailable("cuda", library.reason(), "use transport=lsa on ranks of one NVLink domain")
+        if apart:
+            self.record.lsa_size, self.record.lsa_rank, self.record.peers = 1, 0, self.record.words
         self.capabilities = Capabilities(
             native.GIN_TYPES.get(got.type, str(got.type)),
             native.GIN_CONNECTIONS[got.connection],
@@ -73,19 +82,14 @@ class Gin:
             bool(got.strong),
             bool(got.va_signals),
             None if got.traffic_class == _NCCL_CHOOSES else int(got.traffic_class),
-            int(got.lsa_size),
-            int(got.rail_size),
+            int(self.record.lsa_size),
+            int(self.record.world // self.record.lsa_size),
         )
 
 
 class GinSession(CudaSession):
     """See :class:`hal.backend.Session`. To ranks of other domains relaxed operations are only posted: what the profile
     (gin, or gin-weak where the network has no strong signals) allows can be seen."""
-
-    why_not_mask = (
-        "the CUDA backend goes on without a rank within one NVLink domain only (transport 'lsa', or 'gin_emulated' with "
-        "topology.nodes=1), not over GIN"
-    )
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class GinSession(CudaSession):
         device_name: str | None = None,
     ) -> None:
         self.gin, self.capabilities = gin.record, gin.capabilities
+        properties.lsa_size, properties.lsa_rank = gin.record.lsa_size, gin.record.lsa_rank
         super().__init__(library, comm, properties, config, bootstrap, device_name)
         self.profile = profile("gin" if gin.capabilities.strong_signals else "gin-weak")
         self._outbox = self.memory(_OUTBOX)
@@ -106,6 +111,12 @@ class GinSession(CudaSession):
         """Posts to each (queue, peer) since its sources were last known to be read."""
         self.signalled: dict[int, int] = {}
         """Rounds of hal_cuda.gin_check in which indexed signals of a queue were raised."""
+        self._hosts = self.world_size // len(self.team)
+        if self._hosts > 1 and gin.capabilities.connection != "full":
+            self.why_not_mask = (
+                f"{self.world_size} ranks are on {self._hosts} hosts, and GIN has rail connections only between these, but "
+                "once a rank is lost, rows go from every rank to every other"
+            )
 
     # --- words ---------------------------------------------------------------------------------------------------
 
@@ -137,9 +148,24 @@ class GinSession(CudaSession):
             return
         if peer is not None and peer not in self.team:
             self._check_reach(peer)
-        self._run([_op(native.QUIET, -1 if peer is None else peer, queue, Order.STRONG)])
+        if peer is None:
+            self._quiet_all(queue)
+        else:
+            self._run([_op(native.QUIET, peer, queue, Order.STRONG)])
+
+    def _quiet_all(self, queue: int) -> None:
+        """To all ranks that are left; with none lost, side by side."""
+        lost = self.lost_ranks
+        left = [rank for rank in range(self.world_size) if rank not in lost] if lost else [-1]
+        for start in range(0, len(left), native.MAX_OPS):
+            self._run([_op(native.QUIET, p, queue, Order.STRONG) for p in left[start : start + native.MAX_OPS]])
 
     def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None:
+        if self.agreement is not None:
+            if complete:
+                self._deliver(ranks, timeout)
+            self.agreement.barrier(ranks, complete, timeout)  # the hosts know who is left
+            return
         outside = [rank for rank in ranks if rank not in self.team]
         if all(self._reaches(rank) for rank in outside):
             self._meet(ranks, complete, timeout)
@@ -153,6 +179,18 @@ class GinSession(CudaSession):
         self._meet(self.team, True, timeout)
         self._meet([rank for rank in ranks if self._reaches(rank)], complete, timeout)
         self._meet(self.team, True, timeout)
+
+    def _deliver(self, ranks: Iterable[int], timeout: float) -> None:
+        """What this rank put on any queue is at those of ``ranks`` that are left."""
+        for peer in ranks:
+            for queue in range(self.queues):
+                if peer in self.team or peer in self.lost_ranks:
+                    break
+                try:
+                    self._run([_op(native.QUIET, peer, queue, Order.STRONG)], timeout)
+                except PeerTimeout:
+                    if peer not in self.watch.gone:
+                        raise
 
     def _meet(self, ranks: Iterable[int], complete: bool, timeout: float) -> None:
         others = [rank for rank in ranks if rank != self.rank]
@@ -169,11 +207,8 @@ class GinSession(CudaSession):
         self._run([_op(native.WAIT, source, 0, Order.STRONG, address=offset, value=at_least, stage=stage)], timeout)
         return int(self._result.value)
 
-    def read_signal(self, slot: int) -> int:
-        return self._wait(slot, 0, self.config.timeout, -1, native.STAGE_WAIT)
-
-    def wait(self, slot: int, at_least: int, timeout: float, source: int | None) -> int:
-        return self._wait(slot, at_least, timeout, -1 if source is None else source, native.STAGE_WAIT)
+    def _word_of(self, slot: int) -> int:
+        return slot
 
     # --- posting -------------------------------------------------------------------------------------------------
 
@@ -225,6 +260,7 @@ class GinSession(CudaSession):
             super()._run(ops, timeout)
             return
         seconds = self.config.timeout if timeout is None else timeout
+        self._require_member()
         for i, op in enumerate(ops):
             self._ops[i] = op
         nanoseconds = max(int(seconds * 1e9), 1)
@@ -241,13 +277,33 @@ class GinSession(CudaSession):
         self.library.stream_sync(self.device, self.stream)
         self.check(seconds)
 
+    # --- going on without a lost rank ----------------------------------------------------------------------------
+
+    def expert_parallel(self, spec: ExpertParallelSpec) -> CudaEngine | CudaMaskingEngine:
+        if (spec.on_peer_loss, spec.schedule) == ("mask", "hierarchical") and self._hosts > 1:
+            raise ContractError(
+                f"on_peer_loss='mask' with schedule='hierarchical' on {self._hosts} hosts of {len(self.team)} ranks: this "
+                "schedule rounds each host's sum, and once a rank is lost, rows go from rank to rank and give other bits; use "
+                "schedule='direct' or 'latency', or on_peer_loss='error'"
+            )
+        return super().expert_parallel(spec)
+
+    def _session_over(
+        self, comm: int, properties: native.Properties, config: HalConfig, bootstrap: Bootstrap
+    ) -> CudaSession:
+        domains = self.domains_of(bootstrap.ranks)
+        if domains == 1:
+            return super()._session_over(comm, properties, config, bootstrap)
+        gin = Gin(self.library, comm, config, bootstrap, apart=domains == bootstrap.world_size)
+        return GinSession(self.library, comm, properties, config, bootstrap, gin)
+
     # --- end -----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         super()._settle()
         for queue in range(self.queues):
             with suppress(HalError):
-                self._run([_op(native.QUIET, -1, queue, Order.STRONG)])
+                self._quiet_all(queue)
 
     def _memories(self) -> list[SymmetricMemory]:
         return [*super()._memories(), self._outbox]

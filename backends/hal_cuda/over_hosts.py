@@ -60,7 +60,7 @@ class OverHosts:
         )
         self.description = addressof(self._record)
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """After this rank's launches have ended, before its window goes: room that this rank gave back, and what peers
         give back to it, may still be on the network."""
         session = self._session
@@ -68,4 +68,6 @@ class OverHosts:
             for queue in range(session.queues):
                 session.quiet(queue, None, QuietScope.REMOTE)
             session._bootstrap.all_gather(None, "closing an ExpertParallel", _CLOSE_SECONDS)
-        session.library.free(session.device, self._memory, 0)
+
+    def free(self) -> None:
+        self._session.library.free(self._session.device, self._memory, 0)

@@ -45,6 +45,8 @@ class SymmetricMemory:
         self._library, self._comm, self._team = library, comm, team
         self.record: Any = native.Window()
         library.window_create(comm, max(nbytes, 16), byref(self.record))
+        if len(team) == 1:  # NCCL's own team may be larger (hal_cuda.gin_session.Gin), and begin at another rank
+            self.record.peers = self.record.ptr
         self.ptr, self.nbytes = int(self.record.ptr), nbytes
         self._views: weakref.WeakSet[View] = weakref.WeakSet()
         self.kept = False
@@ -91,7 +93,7 @@ class CudaSession:
 
     gin: Any = None
     """What leads to ranks of other domains (``native.Gin``); None in a session of one domain."""
-    why_not_mask = ""
+    why_not_mask: str = ""
     """Why ``on_peer_loss="mask"`` cannot be had here; empty if it can."""
     of_a_view = False
     """The session of one view (masking.py): it says of itself alone that it gave up, since why is found out by the hosts."""
@@ -192,7 +194,7 @@ class CudaSession:
         self._run([_op(native.SIGNAL, peer, queue, order, address=address, value=value, signal_op=int(op))])
 
     def read_signal(self, slot: int) -> int:
-        return self._wait(slot * _LINE, 0, self.config.timeout, -1, native.STAGE_WAIT)
+        return self._wait(self._word_of(slot), 0, self.config.timeout, -1, native.STAGE_WAIT)
 
     def wait(self, slot: int, at_least: int, timeout: float, source: int | None) -> int:
         if source is not None and source in self.lost_ranks:
@@ -200,7 +202,12 @@ class CudaSession:
             if seen < at_least:
                 raise PeerTimeout(source, "wait", expected=at_least, seen=seen, reason="it is masked")
             return seen
-        return self._wait(slot * _LINE, at_least, timeout, -1 if source is None else source, native.STAGE_WAIT)
+        awaited = -1 if source is None else source
+        return self._wait(self._word_of(slot), at_least, timeout, awaited, native.STAGE_WAIT)
+
+    def _word_of(self, slot: int) -> int:
+        """What :meth:`_wait` knows a signal slot by."""
+        return slot * _LINE
 
     def quiet(self, queue: int, peer: int | None, scope: QuietScope) -> None:
         self._run([_op(native.QUIET, -1 if peer is None else peer, queue, Order.STRONG)])
@@ -286,15 +293,26 @@ class CudaSession:
         self._streams.append(int(self.library.value("stream_create", c_uint64, self.device)))
         return self._streams[-1]
 
+    def domains_of(self, ranks: Sequence[int]) -> int:
+        """NVLink domains in the session of a view. They are equally large: once a rank is lost, those that are left are each
+        one of their own, unless all of them are in one of this session's."""
+        hosts = len({rank // len(self.team) for rank in ranks})
+        return hosts if hosts == 1 or len(ranks) == self.world_size else len(ranks)
+
     def _join(self, config: HalConfig, bootstrap: Bootstrap) -> CudaSession:
         comm = create_communicator(self.library, bootstrap, self.device)
         properties = native.Properties()
         try:
             self.library.comm_properties(comm, byref(properties))
-            return CudaSession(self.library, comm, properties, config, bootstrap)
+            return self._session_over(comm, properties, config, bootstrap)
         except BaseException:
             self.library.raw_comm_destroy(comm, 1)
             raise
+
+    def _session_over(
+        self, comm: int, properties: native.Properties, config: HalConfig, bootstrap: Bootstrap
+    ) -> CudaSession:
+        return CudaSession(self.library, comm, properties, config, bootstrap)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -329,7 +347,8 @@ class CudaSession:
         self._notices.write(failed, closed)
 
     def _require_member(self) -> None:
-        if self.agreement is not None and self.agreement.transport.failed:
+        # At close the agreement has ended already, and words may still have to be settled.
+        if not self._closed and self.agreement is not None and self.agreement.transport.failed:
             raise HalError("the others went on without this rank: this communicator can only be closed; connect again")
 
     # --- end -----------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Routing:
     state: State
     rows: int
     """Of the caller's arrays."""
+    over_hosts: bool
+    """It was made over several hosts."""
     moved: _Moved | None = None
     """What it is in the last view, other than its own, in which it was used."""
 
@@ -162,9 +164,9 @@ class View:
     def _ids_of(self, routing: Routing, like: Buffer, stream: int | None) -> Buffer:
         """The ids of a handle of an earlier view."""
         numbers = self._upload(self._numbering(routing.ranks))
-        _, idx, _ = self._parts_of(routing.state)
         shape = (routing.state.tokens, self._spec.top_k)
-        out = self._renumbered(Buffer(idx, shape, "int32", self.session.device_name), numbers, like, stream)
+        ids = Buffer(routing.state.arrays.idx, shape, "int32", self.session.device_name)
+        out = self._renumbered(ids, numbers, like, stream)
         self._library.stream_sync(self._device, self.engine._on(stream))  # the numbers may go
         return out
 
@@ -172,7 +174,7 @@ class View:
         self._finish(stream)
         if self._fixed and not self._whole:
             got = self._spread(got, x, stream)
-        return replace(got, state=Routing(self.ranks, got.state, got.x.shape[0]))
+        return replace(got, state=Routing(self.ranks, got.state, got.x.shape[0], self.engine.over_hosts))
 
     def _spread(self, got: Received, x: Buffer, stream: int | None) -> Received:
         """Schedule latency: rows into the places that they have among those of all ranks, where lost ones have padding."""
@@ -267,11 +269,12 @@ class View:
         ids = self._ids_of(routing, like, stream)
         x = self._cleared((old.tokens, spec.hidden), spec.dtype, like, on)
         scales = self._cleared((old.tokens, spec.scale_dim), "float32", like, on) if spec.scale_dim else None
-        pos, idx, home = self._parts_of(old)
-        weights = Buffer(home, (old.tokens, spec.top_k), "float32", self.session.device_name)
+        shape, device = (old.tokens, spec.top_k), self.session.device_name
+        # Handles of layout rank keep no weights.
+        weights = Buffer(old.arrays.weights, shape, "float32", device) if spec.layout == "expert" else None
         state = engine.dispatch(x, ids, weights, scales, None, stream).state
-        named = self._upload(self._rows_at_owners(routing.ranks, old.tokens, pos, idx, on))
-        numbers = Buffer(named.memory.ptr, weights.shape, "float32", weights.device)
+        named = self._upload(self._rows_at_owners(routing, on))
+        numbers = Buffer(named.memory.ptr, shape, "float32", device)
         got = engine.dispatch(x, None, numbers, scales, state, stream)
         self._finish(stream)
         places = self._download(got.topk_weights.ptr, got.topk_weights.shape, on)
@@ -284,19 +287,22 @@ class View:
             rows = np.where(rows < 0, -1, there[np.maximum(rows, 0)])
         return _Moved(self, state, self._upload(rows.astype(np.int32)))
 
-    def _rows_at_owners(self, ranks: Sequence[int], tokens: int, pos: int, idx: int, on: int) -> Rows:
-        """[tokens, top_k] of a handle: the row of each entry at its owner, as `ranks` number their rows."""
-        spec = self._spec
-        ids = self._download(idx, (tokens, spec.top_k), on)
-        if spec.layout == "expert":
-            return self._download(pos, (tokens, spec.top_k), on)
-        rows = self._download(pos, (tokens, len(ranks)), on)
-        there: Rows = np.take_along_axis(rows, np.maximum(ids, 0) // self._local, axis=1)
+    def _rows_at_owners(self, routing: Routing, on: int) -> Rows:
+        """[tokens, top_k] of a handle: the row of each entry at its owner, as the ranks of its view number their rows."""
+        arrays, by_expert, ranks = routing.state.arrays, self._spec.layout == "expert", len(routing.ranks)
+        shape = (routing.state.tokens, self._spec.top_k)
+        ids = np.maximum(self._download(arrays.idx, shape, on), 0)
+        owners = ids // self._local
+        there: Rows
+        if routing.over_hosts:  # counted from this rank's first row at that expert or rank (struct Lists)
+            first = self._download(arrays.lists, (ranks * self._local if by_expert else ranks,), on)
+            there = self._download(arrays.pos, shape, on) + first[ids if by_expert else owners]
+        elif by_expert:
+            there = self._download(arrays.pos, shape, on)
+        else:
+            rows = self._download(arrays.pos, (routing.state.tokens, ranks), on)
+            there = np.take_along_axis(rows, owners, axis=1)
         return there
-
-    def _parts_of(self, state: State) -> tuple[int, int, int]:
-        """Addresses of a handle's rows, ids and weights."""
-        return state.arrays.pos, state.arrays.idx, state.arrays.weights
 
     def _numbering(self, ranks: Sequence[int]) -> Rows:
         """The number in this view of each expert of ``ranks``, in their order; -1: its rank is lost."""

@@ -83,7 +83,8 @@ typedef struct hal_cuda_gin {
     uint64_t words;              /* where they are on this rank */
     uint64_t peers, peer_stride; /* the same of lsa_rank 0 of this NVLink domain; lsa_rank i's are i * peer_stride on */
     uint64_t state;              /* this rank's counters (struct Counts), device memory, zeroed at the start */
-    int32_t world, rank, lsa_size, lsa_rank; /* rank r is in the NVLink domain r / lsa_size */
+    int32_t world, rank, lsa_size, lsa_rank; /* rank r is in the domain r / lsa_size; where lsa_size is 1, NCCL's
+                                                own team may be larger */
     int32_t queues, signals;                 /* contexts; indexed signals of each */
     int32_t strong;                          /* the transport has strong signals (profile gin); else gin-weak */
     int32_t rail;                            /* only ranks with this rank's lsa_rank can be reached */

@@ -83,7 +83,11 @@ HAL_SELDOM bool gives_up(const hal_cuda_ep& ep, std::uint64_t reasons, int stage
     const auto* words = reinterpret_cast<const hal_cuda_abort_words*>(ep.abort);
     const bool closed = failed == 0 && (reasons & kSomebodyClosed) != 0 && rank >= 0 && rank < HAL_CUDA_CLOSED_RANKS &&
                         (load_acquire(&words->closed) >> rank & 1) != 0;
-    // A block that waits for its own GPU's leaves it to the one that waits for a peer to say so.
+    // A block that waits for its own GPU's leaves it to the one that waits for a peer to say so, until somebody has: `failed`
+    // may be the host's word, written over that block's.
+    if (failed != 0 && stage == HAL_CUDA_STAGE_GRID &&
+        load_acquire(&reinterpret_cast<const hal_cuda_error*>(ep.error)->claimed) != 0)
+        return true;
     const bool speaks = (failed != 0 && stage != HAL_CUDA_STAGE_GRID) || closed;
     if (!speaks && (reasons & kTimeIsUp) == 0) return false;
     hal_cuda_error what{};
