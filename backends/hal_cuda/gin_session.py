@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from ctypes import byref
+from ctypes import byref, c_uint64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +255,8 @@ class GinSession(CudaSession):
         self.library.stream_sync(self.device, self.stream)
         return int(self._outbox.record.handle), begin
 
-    def _run(self, ops: Sequence[Any], timeout: float | None = None) -> None:
+    def _run(self, ops: Sequence[Any], timeout: float | None = None, ep: Any = None) -> None:
+        """``ep``: what kernels are told of this session, if not the usual."""
         if all(op.kind == native.PUT and not op.network for op in ops):
             super()._run(ops, timeout)
             return
@@ -264,8 +265,9 @@ class GinSession(CudaSession):
         for i, op in enumerate(ops):
             self._ops[i] = op
         nanoseconds = max(int(seconds * 1e9), 1)
+        ep = self._ep if ep is None else ep
         self.library.gin_ops(
-            byref(self._ep), byref(self.gin), self._ops, len(ops), nanoseconds, self._result_address, self.stream
+            byref(ep), byref(self.gin), self._ops, len(ops), nanoseconds, self._result_address, self.stream
         )
         self.library.stream_sync(self.device, self.stream)
         self.check(seconds)
@@ -301,9 +303,23 @@ class GinSession(CudaSession):
 
     def _settle(self) -> None:
         super()._settle()
-        for queue in range(self.queues):
-            with suppress(HalError):
-                self._quiet_all(queue)
+        if self.masking or self.of_a_view:
+            for queue in range(self.queues):
+                with suppress(HalError):
+                    self._quiet_all(queue)
+            return
+        # Those that closed need nothing more. One that closes meanwhile must not end the quiet, or words for the others, who
+        # may wait for them, would be lost with this rank; its memory stays for a while yet. So nobody's last word is heard.
+        left = [rank for rank in range(self.world_size) if rank not in self.team and rank not in self.watch.gone]
+        unheard = int(self.library.value("malloc", c_uint64, self.device, native.ABORT_WORDS.size, self.stream))
+        self.library.memset(self.device, unheard, 0, native.ABORT_WORDS.size, self.stream)
+        ep = native.Ep.from_buffer_copy(self._ep)
+        ep.abort = unheard
+        ops = [_op(native.QUIET, p, q, Order.STRONG) for q in range(self.queues) for p in left if self._reaches(p)]
+        with suppress(HalError):
+            for start in range(0, len(ops), native.MAX_OPS):
+                self._run(ops[start : start + native.MAX_OPS], ep=ep)
+        self.library.free(self.device, unheard, self.stream)
 
     def _memories(self) -> list[SymmetricMemory]:
         return [*super()._memories(), self._outbox]

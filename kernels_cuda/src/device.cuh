@@ -79,12 +79,10 @@ HAL_SELDOM std::uint64_t look_around(const hal_cuda_ep& ep, std::uint64_t start,
 HAL_SELDOM bool gives_up(const hal_cuda_ep& ep, std::uint64_t reasons, int stage, int rank, int queue,
                          std::uint64_t expected, std::uint64_t seen) {
     const auto failed = static_cast<std::uint32_t>(reasons);
-    // A rank that closed had done all it was asked to before: only who waits for it waits in vain. Its memory stays until all
-    // have closed, so what is on its way there arrives.
+    // A rank that closed had done all it was asked to before: only who waits for it waits in vain.
     const auto* words = reinterpret_cast<const hal_cuda_abort_words*>(ep.abort);
-    const bool on_its_way = stage == HAL_CUDA_STAGE_SOURCE || stage == HAL_CUDA_STAGE_REMOTE;
-    const bool closed = failed == 0 && !on_its_way && (reasons & kSomebodyClosed) != 0 && rank >= 0 &&
-                        rank < HAL_CUDA_CLOSED_RANKS && (load_acquire(&words->closed) >> rank & 1) != 0;
+    const bool closed = failed == 0 && (reasons & kSomebodyClosed) != 0 && rank >= 0 && rank < HAL_CUDA_CLOSED_RANKS &&
+                        (load_acquire(&words->closed) >> rank & 1) != 0;
     // A block that waits for its own GPU's leaves it to the one that waits for a peer to say so, until somebody has: `failed`
     // may be the host's word, written over that block's.
     if (failed != 0 && stage == HAL_CUDA_STAGE_GRID &&
