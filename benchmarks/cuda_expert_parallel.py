@@ -434,7 +434,7 @@ def targets(bench: Bench) -> None:
     for blocks in (24, 48):
         pull_with(bench, 4096, "bfloat16", blocks)
     pull_with(bench, 4096, "float8_e4m3fn", 48)
-    for blocks in (20, 24, 32, 36):
+    for blocks in (16, 20, 28, 32):
         tuning = {"push_blocks": blocks}
         bench.pair(4096, "bfloat16", "rank", tuning=tuning, pull=False, parts=False, label=f"push, {blocks} first")
 

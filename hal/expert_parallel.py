@@ -175,6 +175,11 @@ class ExpertParallel:
         return range(self.rank * local, (self.rank + 1) * local)
 
     @property
+    def device(self) -> str:
+        """Where its arrays are, and those given to it must be: ``cpu``, ``cuda:0``, ``npu:1``."""
+        return self._device
+
+    @property
     def buffer_bytes(self) -> int:
         """Symmetric memory on each rank, in bytes; ``hal size`` explains it."""
         return self._engine.buffer_bytes

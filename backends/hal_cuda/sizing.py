@@ -106,5 +106,5 @@ def tuning(spec: ExpertParallelSpec, ranks: int, push: bool, sms: int) -> Tuning
     return Tuning(
         dispatch_blocks=min(132 if by_expert else 20, sms),
         combine_blocks=min((132 if by_expert else 48) if push else 64, sms),
-        push_blocks=min(64 if by_expert else 28, sms),
+        push_blocks=min(64 if by_expert else 24, sms),
     )

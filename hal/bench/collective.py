@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hal.bench.inputs import Inputs, inputs
 from hal.bench.sample import Plan, Sample, measure
 from hal.bench.verify import wrong_combine, wrong_dispatch
 from hal.config import Settings
+from hal.placing import fetched, placed, settle
 from hal.traffic import row_matrix, traffic
 
 
@@ -26,13 +28,17 @@ def _dispatch(comm: Any, ep: Any, settings: Settings, plan: Plan, tokens: int) -
     work = settings.workload
     sources = [inputs(work, rank, tokens) for rank in range(comm.world_size)]
     mine = sources[comm.rank]
+    given = _on_device(mine, ep.device)
 
     def step() -> Any:
-        return ep.dispatch(mine.x, mine.idx, mine.weights, scales=mine.scales)
+        out = ep.dispatch(**given)
+        settle(ep.device)
+        return out
 
     seconds = measure(comm, plan, tokens, step)
     out = step()
-    wrong = wrong_dispatch(out, sources, comm.rank, work.num_experts, settings.layout)
+    got = SimpleNamespace(**{name: fetched(getattr(out, name)) for name in ("x", "scales", "topk_idx", "topk_weights")})
+    wrong = wrong_dispatch(got, sources, comm.rank, work.num_experts, settings.layout)
     row_bytes = work.hidden * mine.x.dtype.itemsize + 4 * work.scale_dim
     return _sample(comm, settings, tokens, sources, row_bytes, work.dtype, seconds, wrong)
 
@@ -41,15 +47,17 @@ def _combine(comm: Any, ep: Any, settings: Settings, plan: Plan, tokens: int) ->
     work = settings.workload
     sources = [inputs(work, rank, tokens) for rank in range(comm.world_size)]
     mine = sources[comm.rank]
-    out = ep.dispatch(mine.x, mine.idx, mine.weights, scales=mine.scales)
+    out = ep.dispatch(**_on_device(mine, ep.device))
     dtype = NUMPY_DTYPES[work.combined_dtype]
-    rows = np.array(out.x).astype(np.float32).astype(dtype)
+    rows = placed(np.array(fetched(out.x)).astype(np.float32).astype(dtype), ep.device)
 
     def step() -> Any:
-        return ep.combine(rows, out.handle)
+        y = ep.combine(rows, out.handle)
+        settle(ep.device)
+        return y
 
     seconds = measure(comm, plan, tokens, step)
-    y = step()
+    y = fetched(step())
     wrong = wrong_combine(
         y,
         mine,
@@ -60,6 +68,12 @@ def _combine(comm: Any, ep: Any, settings: Settings, plan: Plan, tokens: int) ->
         layout=settings.layout,
     )
     return _sample(comm, settings, tokens, sources, work.hidden * dtype.itemsize, dtype.name, seconds, wrong)
+
+
+def _on_device(mine: Inputs, device: str) -> dict[str, Any]:
+    """As dispatch takes them."""
+    given = {"x": mine.x, "topk_idx": mine.idx, "topk_weights": mine.weights, "scales": mine.scales}
+    return {name: placed(array, device) for name, array in given.items()}
 
 
 def _sample(

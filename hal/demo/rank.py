@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hal.config import Settings
 from hal.demo.model import Array, Model
+from hal.placing import fetched, placed, settle
 
 Routing: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
@@ -45,6 +46,17 @@ class LayerResult:
     combine: float
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What a rank received, as NumPy arrays."""
+
+    x: Array
+    scales: NDArray[np.float32] | None
+    topk_idx: NDArray[np.int32]
+    topk_weights: NDArray[np.float32]
+    tokens_per_expert: NDArray[np.int32]
+
+
 def share(items: Array, rank: int, ranks: int) -> Any:
     """This rank's consecutive part; parts differ by one token at most."""
     return np.array_split(items, ranks)[rank]
@@ -71,33 +83,36 @@ def run_rank(comm: Any, settings: Settings, job: Job) -> list[LayerResult]:
 def _layer(
     comm: Any, ep: Any, settings: Settings, model: Model, layer: int, tokens: tuple[Any, ...], dies: bool
 ) -> LayerResult:
-    x, scales, idx, weights = tokens
+    x, scales, idx, weights = (placed(part, ep.device) for part in tokens)
     comm.barrier()
     start = time.perf_counter()
     out = ep.dispatch(x, idx, weights, scales=scales)
+    settle(ep.device)
     dispatched = time.perf_counter()
     if dies:
         os.kill(os.getpid(), signal.SIGKILL)
     first = comm.rank * (model.work.num_experts // comm.world_size)
     answer = _by_expert if settings.layout == "expert" else _by_token
-    rows = answer(model, layer, first, out)
+    got = _Rows(*(fetched(getattr(out, field.name)) for field in fields(_Rows)))
+    rows = placed(answer(model, layer, first, got), ep.device)
     computed = time.perf_counter()
     comm.barrier()
     ready = time.perf_counter()
     y = ep.combine(rows, out.handle, weighted=settings.layout == "expert")
+    settle(ep.device)
     done = time.perf_counter()
-    real = (out.topk_idx >= 0) if settings.layout == "expert" else (out.topk_idx >= 0).any(axis=1)
+    real = (got.topk_idx >= 0) if settings.layout == "expert" else (got.topk_idx >= 0).any(axis=1)
     return LayerResult(
-        y=np.array(y),
+        y=np.array(fetched(y)),
         rows=int(real.sum()),
-        tokens_per_expert=np.array(out.tokens_per_expert),
+        tokens_per_expert=np.array(got.tokens_per_expert),
         dispatch=dispatched - start,
         experts=computed - dispatched,
         combine=done - ready,
     )
 
 
-def _by_token(model: Model, layer: int, first: int, out: Any) -> Array:
+def _by_token(model: Model, layer: int, first: int, out: _Rows) -> Array:
     """Layout rank: a row's experts here, weighted and summed in float32 by ascending expert, rounded once."""
     rows = model.from_wire(out.x, out.scales)
     total = np.zeros(rows.shape, np.float32)
@@ -108,7 +123,7 @@ def _by_token(model: Model, layer: int, first: int, out: Any) -> Array:
     return total.astype(model.stream_dtype)
 
 
-def _by_expert(model: Model, layer: int, first: int, out: Any) -> Array:
+def _by_expert(model: Model, layer: int, first: int, out: _Rows) -> Array:
     """Layout expert: each row through its expert; combine applies the weights."""
     rows = model.from_wire(out.x, out.scales)
     answers = np.zeros(rows.shape, model.stream_dtype)

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <mutex>
 #include <new>
 #include <utility>
 #include <vector>
@@ -15,30 +16,59 @@
 namespace hal {
 namespace {
 
-// Stacks are reused: a search makes millions of short runs, an emulated GPU starts hundreds of threads a launch.
+// Stacks are reused: a search makes millions of short runs, an emulated GPU starts hundreds of threads a launch. Each thread
+// keeps a few at hand; the others are everybody's, since a stack is two of the 65530 mappings that a process may have, and
+// an emulation has many threads that are idle most of the time.
 class StackPool {
   public:
     ~StackPool() {
         for (void* s : free_) munmap(s, Fiber::stack_bytes);
     }
     void* take() {
-        if (!free_.empty()) {
-            void* s = free_.back();
-            free_.pop_back();
-            return s;
-        }
-        void* s = mmap(nullptr, Fiber::stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (s == MAP_FAILED) throw std::bad_alloc();
-        mprotect(s, 4096, PROT_NONE);  // an overflow faults instead of writing elsewhere
+        if (free_.empty()) return nullptr;
+        void* s = free_.back();
+        free_.pop_back();
         return s;
     }
     void give(void* s) { free_.push_back(s); }
+    std::size_t size() const { return free_.size(); }
 
   private:
     std::vector<void*> free_;
 };
 
-thread_local StackPool stacks;
+constexpr std::size_t kAtHand = 16;
+thread_local StackPool at_hand;
+
+struct Common {
+    std::mutex mutex;
+    StackPool pool;
+};
+Common& common() {  // never destroyed: threads may end after it would be
+    static auto& instance = *new Common;
+    return instance;
+}
+
+void* take_stack() {
+    if (void* s = at_hand.take()) return s;
+    {
+        const std::lock_guard lock(common().mutex);
+        if (void* s = common().pool.take()) return s;
+    }
+    void* s = mmap(nullptr, Fiber::stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (s == MAP_FAILED) throw std::bad_alloc();
+    mprotect(s, 4096, PROT_NONE);  // an overflow faults instead of writing elsewhere
+    return s;
+}
+
+void give_stack(void* s) {
+    if (at_hand.size() < kAtHand) {
+        at_hand.give(s);
+        return;
+    }
+    const std::lock_guard lock(common().mutex);
+    common().pool.give(s);
+}
 
 }  // namespace
 
@@ -80,10 +110,10 @@ hal_fiber_start:
 extern "C" void hal_fiber_start();
 
 struct Fiber::Context {
-    void* stack = stacks.take();
+    void* stack = take_stack();
     void* self = nullptr;
     void* other = nullptr;
-    ~Context() { stacks.give(stack); }
+    ~Context() { give_stack(stack); }
 };
 
 Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std::make_unique<Context>()) {
@@ -107,9 +137,9 @@ void Fiber::yield() { hal_fiber_switch(&context_->self, context_->other); }
 #else
 
 struct Fiber::Context {
-    void* stack = stacks.take();
+    void* stack = take_stack();
     ucontext_t self{}, other{};
-    ~Context() { stacks.give(stack); }
+    ~Context() { give_stack(stack); }
 };
 
 Fiber::Fiber(std::function<void()> body) : body_(std::move(body)), context_(std::make_unique<Context>()) {
