@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 
 import hosts_ranks
 from hosts_rounds import a_case
+from pair import Pair
 
 EMULATED = {"module": "test_hosts_ranks", "transport": "gin_emulated"}
 
@@ -43,6 +44,13 @@ def test_processes_stay_until_one_fails():
     with pytest.raises(AssertionError, match=r"^rank 1:[^$]*said on purpose"):
         hosts_ranks.run("fail_on_one", 2, 2, **EMULATED)
     assert not {pid for _, pid, _ in first} & {pid for _, pid, _ in hosts_ranks.run("who", 2, 2, **EMULATED)}
+
+
+def test_two_ranks_are_refused_what_breaks_the_contract():
+    """What tests/cuda/test_running.py runs on two GPUs, where nothing but the kernels looks at ids."""
+    pair = Pair(timeout=60.0, transport="gin_emulated")
+    pair.run("refusals")
+    pair.close()
 
 
 def test_rounds_run_there():
