@@ -259,12 +259,16 @@ def refusals(comm: hal.Communicator) -> None:
                 assert len(ep.dispatch(x, good).x) == 8
             handle = ep.dispatch(x, good).handle
             with pytest.raises(hal.ContractError, match="handle"):
-                if comm.rank == 0:
-                    # With a stream this does not wait, and the rank is told by its next call.
-                    ep.dispatch(x, handle=handle)
-                    ep._engine.drain()
-                ep.dispatch(x, good)
+                mixed(ep, x, good, handle if comm.rank == 0 else None)
             comm.barrier()
+
+
+def mixed(ep: Any, x: Any, idx: Any, handle: Any) -> None:
+    """One rank reuses a handle. With a stream its call does not wait, and it is told by the next one."""
+    if handle is not None:
+        ep.dispatch(x, handle=handle)
+        ep._engine.drain()
+    ep.dispatch(x, idx)
 
 
 def many_rounds(comm: hal.Communicator, settings: dict[str, Any], number: int) -> None:

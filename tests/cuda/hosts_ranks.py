@@ -5,7 +5,6 @@ takes many seconds, so they stay for what follows, unless something failed."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import secrets
@@ -14,6 +13,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from pair import serve
 
 TESTS = str(Path(__file__).parents[1])
 KEPT = 2
@@ -116,11 +117,4 @@ def _serve(pipe: Any, place: tuple[int, int, int, str, str, dict[str, str]]) -> 
         pipe.recv()
         pipe.send(("error", traceback.format_exc()))
         return
-    while (asked := pipe.recv()) is not None:
-        module, body, args = asked
-        try:
-            answer = ("ok", getattr(importlib.import_module(module), body)(comm, *args))
-        except BaseException:
-            answer = ("error", traceback.format_exc())
-        pipe.send(answer)
-    comm.close()
+    serve(pipe, comm)

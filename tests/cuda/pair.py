@@ -88,6 +88,11 @@ def _serve(pipe: Any, place: tuple[int, str, float, int, str | None]) -> None:
         pipe.recv()
         pipe.send(("error", traceback.format_exc()))
         return
+    serve(pipe, comm)
+
+
+def serve(pipe: Any, comm: Any) -> None:
+    """Run the bodies that are asked for, until None is."""
     while (asked := pipe.recv()) is not None:
         module, body, args = asked
         try:
