@@ -58,7 +58,7 @@ struct Terms {
 };
 
 // The lowest lane of a set; any if it is empty.
-__device__ __forceinline__ int lowest(unsigned lanes) { return __ffs(static_cast<int>(lanes)) - 1 & 31; }
+__device__ __forceinline__ int lowest(unsigned lanes) { return (__ffs(static_cast<int>(lanes)) - 1) & 31; }
 
 // Adds the rows of the lanes in `left`, lowest lane first: each lane knows its row's address and weight. `kRows` of them are
 // loaded before the first is added, so that enough is in flight; `meanwhile` runs while they fly.
