@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 import hal
+from hal.arrays import as_buffer
 from hal.bench.collective import run_rank as bench_rank
+from hal.bench.primitives import _content
 from hal.bench.sample import Plan
 from hal.compose import load_config
 from hal.demo.model import Model
@@ -41,6 +44,12 @@ def test_settling_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
     settle("npu:3")
     assert asked == [1]
+
+
+def test_a_window_of_a_device_is_read_as_a_tensor() -> None:
+    content = torch.arange(5, dtype=torch.uint8)
+    window = SimpleNamespace(buffer=replace(as_buffer(content), device="cpu:0"))
+    assert _content(window).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.fixture

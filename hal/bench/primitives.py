@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hal.arrays import to_kind
 from hal.bench.sample import Plan, Sample, measure
 from hal.config import Settings
 from hal.errors import ContractError
 from hal.ordering import Order
+from hal.placing import fetched
 from hal.traffic import Traffic
 
 ROUND_TRIPS = 100
@@ -44,11 +46,17 @@ def _put(comm: Any, window: Any, plan: Plan, at: int, nbytes: int) -> Sample:
         comm.wait(0, at_least=arrived, source=source)
 
     seconds = measure(comm, plan, nbytes, step)
-    wrong = int(np.count_nonzero(window.array[:nbytes] != _pattern(source, nbytes)))
+    wrong = int(np.count_nonzero(_content(window)[:nbytes] != _pattern(source, nbytes)))
     alone = comm.world_size == 1
     return Sample(
         nbytes, nbytes, "uint8", Traffic(nbytes, 0 if alone else nbytes, nbytes if alone else 0), seconds, wrong
     )
+
+
+def _content(window: Any) -> Any:
+    """This rank's part, wherever it is."""
+    buffer = window.buffer
+    return fetched(to_kind(buffer, "numpy" if buffer.device == "cpu" else "torch"))
 
 
 def _signal(comm: Any, plan: Plan) -> Sample:
