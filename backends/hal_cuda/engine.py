@@ -526,9 +526,7 @@ class CudaEngine:
             return self._crossing.shape(self.tuning.dispatch_blocks, self.tuning.threads)
         most, spec = self.tuning.dispatch_blocks, self._spec
         if spec.layout == "expert":
-            # A block's warps push a row each and fence together: few tokens are better spread over small blocks.
-            small = tokens <= PULL_TOKENS
-            return min(most, max(tokens // 2, 16)), min(128, self.tuning.threads) if small else self.tuning.threads
+            return min(most, max(tokens // 2, 16)), self._pushing_threads(tokens)
         pieces = -(-self.place.row_bytes // 4096)
         units = tokens * pieces + self._session.world_size * -(-tokens // 32)
         if units > 1024:
@@ -536,13 +534,15 @@ class CudaEngine:
         warps = self.tuning.small_threads // 32
         return max(min(-(-units // warps), self._session.properties.sms), 1), self.tuning.small_threads
 
+    def _pushing_threads(self, tokens: int) -> int:
+        """Of blocks whose warps push a row each and fence together: few tokens are better spread over small blocks."""
+        return min(128, self.tuning.threads) if tokens <= PULL_TOKENS else self.tuning.threads
+
     def _combine_shape(self, tokens: int) -> tuple[int, int]:
         if self._crossing is not None:
             return self._crossing.shape(self.tuning.combine_blocks, self.tuning.threads)
         if self._push:
-            # As for dispatch by expert: few tokens are better spread over small blocks.
-            small = tokens <= PULL_TOKENS
-            return self.tuning.combine_blocks, min(128, self.tuning.threads) if small else self.tuning.threads
+            return self.tuning.combine_blocks, self._pushing_threads(tokens)
         units = tokens * -(-self.place.combine_row_bytes // 2048)
         warps = self.tuning.threads // 32
         return max(min(-(-units // warps), self.tuning.combine_blocks), 1), self.tuning.threads

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from ctypes import byref, c_uint64
+from ctypes import byref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from hal.config import ExpertParallelSpec, HalConfig
 from hal.errors import BackendUnavailable, ContractError, HalError, PeerTimeout
 from hal.ordering import Order, QuietScope, SignalOp, profile
 from hal_cuda import native
+from hal_cuda.memory import Pooled
 from hal_cuda.session import CudaSession, SymmetricMemory, _op
 
 if TYPE_CHECKING:
@@ -157,8 +158,13 @@ class GinSession(CudaSession):
         """To all ranks that are left; with none lost, side by side."""
         lost = self.lost_ranks
         left = [rank for rank in range(self.world_size) if rank not in lost] if lost else [-1]
-        for start in range(0, len(left), native.MAX_OPS):
-            self._run([_op(native.QUIET, p, queue, Order.STRONG) for p in left[start : start + native.MAX_OPS]])
+        self._quiets([(queue, peer) for peer in left])
+
+    def _quiets(self, flows: Sequence[tuple[int, int]], ep: Any = None) -> None:
+        """Of each (queue, peer), one after the other in as few launches as may be; peer -1: of all, side by side."""
+        ops = [_op(native.QUIET, peer, queue, Order.STRONG) for queue, peer in flows]
+        for start in range(0, len(ops), native.MAX_OPS):
+            self._run(ops[start : start + native.MAX_OPS], ep=ep)
 
     def barrier(self, ranks: Sequence[int], complete: bool, timeout: float) -> None:
         if self.agreement is not None:
@@ -311,15 +317,12 @@ class GinSession(CudaSession):
         # Those that closed need nothing more. One that closes meanwhile must not end the quiet, or words for the others, who
         # may wait for them, would be lost with this rank; its memory stays for a while yet. So nobody's last word is heard.
         left = [rank for rank in range(self.world_size) if rank not in self.team and rank not in self.watch.gone]
-        unheard = int(self.library.value("malloc", c_uint64, self.device, native.ABORT_WORDS.size, self.stream))
-        self.library.memset(self.device, unheard, 0, native.ABORT_WORDS.size, self.stream)
+        unheard = Pooled(self.library, self.device, native.ABORT_WORDS.size, self.stream)
+        self.library.memset(self.device, unheard.ptr, 0, native.ABORT_WORDS.size, self.stream)
         ep = native.Ep.from_buffer_copy(self._ep)
-        ep.abort = unheard
-        ops = [_op(native.QUIET, p, q, Order.STRONG) for q in range(self.queues) for p in left if self._reaches(p)]
+        ep.abort = unheard.ptr
         with suppress(HalError):
-            for start in range(0, len(ops), native.MAX_OPS):
-                self._run(ops[start : start + native.MAX_OPS], ep=ep)
-        self.library.free(self.device, unheard, self.stream)
+            self._quiets([(queue, peer) for queue in range(self.queues) for peer in left if self._reaches(peer)], ep)
 
     def _memories(self) -> list[SymmetricMemory]:
         return [*super()._memories(), self._outbox]
