@@ -21,9 +21,9 @@ def placed(array: NDArray[Any] | None, device: str) -> Any:
 
 def fetched(array: Any) -> Any:
     """What a backend gave, as a NumPy array; a copy if it is on a device. Waits for the device."""
-    if array is None or isinstance(array, np.ndarray):
-        return array
-    return as_numpy(as_buffer(array.cpu()))
+    if array is None:
+        return None
+    return as_numpy(as_buffer(array.cpu() if hasattr(array, "cpu") else array))
 
 
 def settle(device: str) -> None:

@@ -20,7 +20,7 @@ from hosts_rounds import HostsCase, layer_of, one_round
 from layer import BY_ROW, FIELDS, Array, Expected, Tokens, in_use, same
 
 import hal
-from hal.arrays import as_buffer
+from hal.arrays import as_buffer, to_kind
 from hal.errors import ContractError, PeerTimeout
 
 Results = dict[str, Any]
@@ -56,8 +56,7 @@ def wanted(case: HostsCase, shape: int, seed: int) -> tuple[list[Array], list[Ar
 def tensor(ep: hal.ExpertParallel, array: Array) -> Any:
     """On the device of ``ep``, also where that is host memory."""
     engine: Any = ep._engine
-    carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
-    return carrier.view(getattr(torch, as_buffer(array[:0]).dtype)).to(engine.device)
+    return to_kind(as_buffer(array.copy()), "torch").to(engine.device)
 
 
 class Captured:

@@ -5,7 +5,6 @@ known from its rank and the round alone, and each result says which ranks it wen
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -18,6 +17,7 @@ from kernel_ranks import random_rows, random_tokens, same_bits
 import hal
 from hal import reference
 from hal.config import ExpertParallelSpec, TopologyConfig
+from hal.placing import fetched, placed
 
 
 def spec_of(ranks: int, **settings: Any) -> ExpertParallelSpec:
@@ -40,33 +40,27 @@ def expert_rows(rank: int, number: int, received: Any) -> Any:
 PLANES = ("x", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets")
 
 
-def round_of(ep: hal.ExpertParallel, number: int, *, halves: bool = False, device: str | None = None) -> dict[str, Any]:
+def round_of(ep: hal.ExpertParallel, number: int, *, halves: bool = False, device: str = "cpu") -> dict[str, Any]:
     """One dispatch and its combine on this rank. With ``halves`` inputs are overwritten between the halves. The arrays are
     NumPy's, or torch's on ``device``."""
 
-    def place(array: Any) -> Any:
-        return array if device is None else sys.modules["torch"].from_numpy(np.ascontiguousarray(array)).to(device)
-
-    def fetch(array: Any) -> Any:
-        return np.array(array if device is None else array.cpu())
-
     tokens = inputs(ep.spec, ep.world_size, number)
-    x, idx, weights = (place(getattr(tokens, name)[ep.rank]) for name in ("x", "topk_idx", "topk_weights"))
+    x, idx, weights = (placed(getattr(tokens, name)[ep.rank], device) for name in ("x", "topk_idx", "topk_weights"))
     if halves:
         sent = ep.dispatch_send(x, idx, weights)
         x[...], weights[...] = -1, -1
         out = ep.dispatch_recv(sent)
     else:
         out = ep.dispatch(x, idx, weights)
-    got = {name: None if getattr(out, name) is None else fetch(getattr(out, name)) for name in PLANES}
+    got = {name: None if getattr(out, name) is None else np.array(fetched(getattr(out, name))) for name in PLANES}
     got["dispatch masked"] = out.masked_ranks
-    rows = place(expert_rows(ep.rank, number, fetch(out.x)))
+    rows = placed(expert_rows(ep.rank, number, fetched(out.x)), device)
     if halves:
         pending = ep.combine_send(rows, out.handle)
         rows[...] = -1
-        got["y"] = fetch(ep.combine_recv(pending))
+        got["y"] = np.array(fetched(ep.combine_recv(pending)))
     else:
-        got["y"] = fetch(ep.combine(rows, out.handle))
+        got["y"] = np.array(fetched(ep.combine(rows, out.handle)))
     got["combine masked"] = ep.masked_ranks
     return got
 

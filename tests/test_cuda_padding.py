@@ -19,7 +19,7 @@ from hosts_rounds import HostsCase, a_case, layer_of
 from layer import BY_ROW, Array, Expected, Tokens, in_use, same
 
 import hal
-from hal.arrays import as_buffer
+from hal.arrays import as_buffer, to_kind
 from hal.errors import ContractError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'moe-hal[torch]'")
@@ -84,8 +84,7 @@ class Graph:
         comm.barrier()
 
     def _tensor(self, array: Array) -> Any:
-        carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
-        return carrier.view(getattr(torch, as_buffer(array[:0]).dtype))
+        return to_kind(as_buffer(array.copy()), "torch")
 
     def replay(self, batch: Sequence[Tokens]) -> None:
         full = padded(self.case, batch)

@@ -57,9 +57,6 @@ struct Terms {
     __device__ unsigned lanes() const { return __ballot_sync(0xffffffffu, row >= 0); }
 };
 
-// The lowest lane of a set; any if it is empty.
-__device__ __forceinline__ int lowest(unsigned lanes) { return (__ffs(static_cast<int>(lanes)) - 1) & 31; }
-
 // Adds the rows of the lanes in `left`, lowest lane first: each lane knows its row's address and weight. `kRows` of them are
 // loaded before the first is added, so that enough is in flight; `meanwhile` runs while they fly.
 template <int kRows, bool kWeighted, class Type, class Meanwhile>
@@ -72,14 +69,14 @@ __device__ __forceinline__ void add_rows(Sum<Type>& sum, unsigned left, unsigned
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             if (flying == 0) break;
-            sum.load(reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, lowest(flying))), v[i]);
+            sum.load(reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address, lowest_lane(flying))), v[i]);
             flying &= flying - 1;
         }
         meanwhile();
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             if (left == 0) break;
-            sum.template add<kWeighted>(v[i], kWeighted ? __shfl_sync(0xffffffffu, weight, lowest(left)) : 1.0f);
+            sum.template add<kWeighted>(v[i], kWeighted ? __shfl_sync(0xffffffffu, weight, lowest_lane(left)) : 1.0f);
             left &= left - 1;
         }
     }

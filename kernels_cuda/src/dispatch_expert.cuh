@@ -67,8 +67,6 @@ __device__ void keep_source(const hal_cuda_ep& ep, const hal_cuda_dispatch_args&
     reinterpret_cast<float*>(a.source)[entries + at] = row >= 0 ? weight : 0.0f;
 }
 
-__device__ __forceinline__ int lowest_lane(unsigned mask) { return __ffs(static_cast<int>(mask)) - 1; }
-
 // One of a token's entries in each lane: those of other ranks' experts, or all others (`kOwn`); -1 in lanes that have none.
 // Who takes an entry writes its words of the handle, and its place is read by nobody else, since its row replaces it there.
 struct Entry {

@@ -102,9 +102,7 @@ struct Terms {
     int number, first_near, end_near;  // terms, and which of them are this host's
 
     __device__ unsigned lanes() const { return __ballot_sync(0xffffffffu, order >= 0); }
-    __device__ int lane_of(int place) const {
-        return __ffs(static_cast<int>(__ballot_sync(0xffffffffu, order == place))) - 1;
-    }
+    __device__ int lane_of(int place) const { return lowest_lane(__ballot_sync(0xffffffffu, order == place)); }
     // Places from keys, which are distinct where `has`.
     __device__ void sort(bool has, int key) {
         order = has ? 0 : -1;
@@ -116,7 +114,7 @@ struct Terms {
         const unsigned mine = __ballot_sync(0xffffffffu, has && near);
         first_near = 32, end_near = 0;
         for (unsigned left = mine; left != 0; left &= left - 1) {
-            const int at = __shfl_sync(0xffffffffu, order, __ffs(static_cast<int>(left)) - 1);
+            const int at = __shfl_sync(0xffffffffu, order, lowest_lane(left));
             first_near = min(first_near, at), end_near = max(end_near, at + 1);
         }
     }
@@ -171,7 +169,7 @@ struct Sums {
             const int i = start + lane_id();
             const bool mine = i < n && came_from(m, a.source, c.peer, i).token() % m.h.channels == c.number;
             for (unsigned left = __ballot_sync(0xffffffffu, mine); left != 0; left &= left - 1) {
-                const Record record = came_from(m, a.source, c.peer, start + __ffs(static_cast<int>(left)) - 1);
+                const Record record = came_from(m, a.source, c.peer, start + lowest_lane(left));
                 const bool ok = m.h.hierarchical ? send_sum(sender, record) : send_each(sender, record);
                 if (!ok) return false;
             }
@@ -206,7 +204,7 @@ struct Sums {
         const int owner = e.owner(m.ep);
         for (unsigned left = __ballot_sync(0xffffffffu, m.ep.expert_layout ? owner >= 0 : is_first(owner >= 0, owner));
              left != 0; left &= left - 1) {
-            const int lane = __ffs(static_cast<int>(left)) - 1, row = __shfl_sync(0xffffffffu, e.row, lane);
+            const int lane = lowest_lane(left), row = __shfl_sync(0xffffffffu, e.row, lane);
             char* cell = sender.cell();
             if (cell == nullptr) return false;
             for (int p = 0; p < whole.pieces; ++p) {
@@ -313,7 +311,7 @@ struct Sums {
         // A position's weight came with its rank's row (near), or with the row of its host or rank.
         const int group = m.h.hierarchical && t.source >= 0 ? m.host_of(t.source) : t.source;
         const unsigned same = __match_any_sync(0xffffffffu, t.source >= 0 && !t.near ? group : -1 - lane_id());
-        const int with = __ffs(static_cast<int>(same & t.lanes())) - 1;
+        const int with = lowest_lane(same & t.lanes());
         const bool own_row = m.ep.expert_layout && !m.h.hierarchical;
         const auto address = reinterpret_cast<unsigned long long>(t.row);
         const auto cell = __shfl_sync(0xffffffffu, address, own_row ? lane_id() : max(with, 0));

@@ -69,13 +69,13 @@ struct Rows {
             else
                 piece.load(row);
             for (unsigned left = targets; left != 0; left &= left - 1) {
-                const int lane = lowest(left);
+                const int lane = lowest_lane(left);
                 piece.store(reinterpret_cast<char*>(__shfl_sync(0xffffffffu, base, lane)) +
                             static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.row_bytes);
             }
         }
         for (unsigned left = targets; ep.scale_dim > 0 && left != 0; left &= left - 1) {
-            const int lane = lowest(left);
+            const int lane = lowest_lane(left);
             auto* to = reinterpret_cast<float*>(reinterpret_cast<char*>(__shfl_sync(0xffffffffu, base, lane)) +
                                                 ep.slot_scales) +
                        static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.scale_dim;
@@ -94,7 +94,7 @@ struct Rows {
             return;
         }
         for (unsigned left = __ballot_sync(0xffffffffu, is_first(owner >= 0, owner)); left != 0; left &= left - 1) {
-            const int lane = lowest(left), rank = __shfl_sync(0xffffffffu, owner, lane);
+            const int lane = lowest_lane(left), rank = __shfl_sync(0xffffffffu, owner, lane);
             auto* slot = reinterpret_cast<char*>(__shfl_sync(0xffffffffu, base, lane));
             const std::size_t at =
                 static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lane)) * ep.topk + lane_id();
@@ -110,7 +110,6 @@ struct Rows {
         const int owner = e.owner(m.ep);
         return __ballot_sync(0xffffffffu, m.ep.expert_layout ? owner >= 0 : is_first(owner >= 0, owner));
     }
-    __device__ static int lowest(unsigned mask) { return __ffs(static_cast<int>(mask)) - 1; }
 
     // A row and its entry into memory that the network reads.
     __device__ void stage(char* cell, int token, const Entry& e) const {
@@ -191,7 +190,8 @@ struct Rows {
             const Entry e = part(entry(token), [&](int owner) { return owner == c.rank; });
             const std::uint64_t cell = ring + static_cast<std::uint64_t>(i % m.h.cells) * m.h.cell_bytes;
             stage(m.here(cell), token, e);
-            const std::uint64_t row = __shfl_sync(0xffffffffu, e.row, lowest(__ballot_sync(0xffffffffu, e.id >= 0)));
+            const std::uint64_t row =
+                __shfl_sync(0xffffffffu, e.row, lowest_lane(__ballot_sync(0xffffffffu, e.id >= 0)));
             __syncwarp();
             bool ok = true;
             if (lane_id() == 0)
@@ -222,12 +222,12 @@ struct Rows {
         const Record record(slot + record_offset(peer, number), m.ep.topk);
         const Entry e = record.load();
         const unsigned targets = payloads(e);
-        const std::size_t first = __shfl_sync(0xffffffffu, e.row, lowest(targets));
+        const std::size_t first = __shfl_sync(0xffffffffu, e.row, lowest_lane(targets));
         const unsigned others = targets & (targets - 1);
         if (others != 0) copy_row(slot, first, others, e.row);
         for (unsigned left = targets; m.ep.scale_dim > 0 && left != 0; left &= left - 1) {
             auto* to = reinterpret_cast<float*>(slot + m.ep.slot_scales) +
-                       static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lowest(left))) * m.ep.scale_dim;
+                       static_cast<std::size_t>(__shfl_sync(0xffffffffu, e.row, lowest_lane(left))) * m.ep.scale_dim;
             for (int i = lane_id(); i < m.ep.scale_dim; i += 32) store_window(to + i, __ldcg(record.scales() + i));
         }
         store_words(e, e.owner(m.ep), reinterpret_cast<unsigned long long>(slot));
@@ -239,8 +239,8 @@ struct Rows {
             piece.span(cut, p);
             piece.load_shared(slot + first * m.ep.row_bytes);
             for (unsigned left = others; left != 0; left &= left - 1)
-                piece.store(slot +
-                            static_cast<std::size_t>(__shfl_sync(0xffffffffu, row, lowest(left))) * m.ep.row_bytes);
+                piece.store(slot + static_cast<std::size_t>(__shfl_sync(0xffffffffu, row, lowest_lane(left))) *
+                                       m.ep.row_bytes);
         }
     }
 

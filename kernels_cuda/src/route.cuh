@@ -14,6 +14,9 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warps_in_block() { return blockDim.x >> 5; }
 __device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1u; }
 
+// -1 in an empty set; the lanes a shuffle may ask are counted modulo 32.
+__device__ __forceinline__ int lowest_lane(unsigned lanes) { return __ffs(static_cast<int>(lanes)) - 1; }
+
 // Ids as they come: 4 or 8 bytes each. -2 stands for all that do not fit an int: out of range, as any such id is.
 struct Ids {
     std::uint64_t base;

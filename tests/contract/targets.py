@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 import hal
 from hal import registry
-from hal.arrays import ITEMSIZE, NUMPY_DTYPES, as_buffer, as_numpy, to_kind
+from hal.arrays import ITEMSIZE, NUMPY_DTYPES, as_buffer, to_kind
+from hal.placing import fetched, placed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+DEVICES = {"cuda": "cuda", "ascend": "npu"}
+"""What torch calls a backend's devices."""
 TIMEOUT = 60.0
 """Seconds; far above what any round takes, so that only a real hang meets it."""
 
@@ -48,22 +51,13 @@ class Target:
         return hal.spawn(ranks, function, *args, config=config)
 
     def give(self, array: NDArray[Any] | None, rank: int) -> Any:
-        """A NumPy array where this backend wants it: itself on CPUs, a torch tensor on a device."""
-        if array is None or self.on_cpu:
-            return array
-        import torch
-
-        carrier = torch.from_numpy(array.view(f"u{array.itemsize}" if array.dtype.kind == "V" else array.dtype).copy())
-        device = {"cuda": "cuda", "ascend": "npu"}[self.backend]
-        name = as_buffer(array[:0]).dtype
-        return carrier.view(getattr(torch, name)).to(f"{device}:{rank}")
+        """A NumPy array where this backend wants it."""
+        return placed(array, "cpu" if self.on_cpu else f"{DEVICES[self.backend]}:{rank}")
 
 
 def fetch(array: Any) -> NDArray[Any]:
     """Any array that a backend gave, as a NumPy copy."""
-    if type(array).__module__.startswith("torch") and array.device.type != "cpu":
-        array = array.cpu()
-    return as_numpy(as_buffer(array)).copy()
+    return fetched(array).copy()
 
 
 def poison(*arrays: Any, rows: NDArray[Any] | None = None) -> None:
@@ -93,7 +87,7 @@ def in_kind(array: NDArray[Any] | None, kind: str) -> Any:
 def _devices(backend: str) -> int:
     import torch
 
-    return int(getattr(torch, {"cuda": "cuda", "ascend": "npu"}[backend]).device_count())
+    return int(getattr(torch, DEVICES[backend]).device_count())
 
 
 def all_targets() -> list[Target]:
