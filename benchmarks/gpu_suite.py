@@ -154,12 +154,13 @@ def hosts(machine: Machine) -> Iterator[Step]:
 
 
 def litmus(machine: Machine) -> Iterator[Step]:
-    """Histograms over NVLink, over GIN in order, and over GIN that reorders."""
+    """Histograms over NVLink, over GIN in order, over GIN that reorders, and without strong signals there."""
     network: list[object] = ["--transport", "gin", "--hosts", 2]
     on: list[tuple[str, int, list[object], dict[str, str]]] = [
         ("lsa", 1000, [], {}),
         ("gin", 200, network, {}),
         ("gin reordered", 200, network, {"HAL_SWNIC_FAULTS": REORDER}),
+        ("gin-weak reordered", 200, network, {"HAL_SWNIC_FAULTS": REORDER, "HAL_CUDA_GIN_SIGNALS": "weak"}),
     ]
     names = programs(machine)
     if machine.gpus < 2:
@@ -214,7 +215,9 @@ def sanitizer(machine: Machine, tool: str) -> Step:
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
     # For a host backtrace it keeps Python's frames, and with them their arrays, which then never give their slots back.
     options += ["--show-backtrace", "device"]
-    return Step(["compute-sanitizer", *options, *script], read=read_sanitizer)
+    # Kernels of all of torch and NCCL, loaded at once, would each be instrumented. No NIC waits here.
+    lazily = {"CUDA_MODULE_LOADING": "LAZY"}
+    return Step(["compute-sanitizer", *options, *script], lazily, read_sanitizer)
 
 
 def no_gpu(machine: Machine) -> str:
@@ -257,7 +260,7 @@ PARTS = (
     Part("hosts", 35, hosts, no_layout),
     Part("contract", 160, contract),
     Part("memcheck", 45, memcheck, no_sanitizer),
-    Part("litmus", 60, litmus),
+    Part("litmus", 75, litmus),
     Part("software-nic", 40, software_nic, not_in_rehearsal),
     Part("racecheck", 50, racecheck, no_sanitizer_twice, usual=False),
     Part("hosts-tests", 250, hosts_tests, not_in_rehearsal, usual=False),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small rounds on two GPUs for compute-sanitizer, which cannot follow pytest's many processes:
 
-compute-sanitizer --tool memcheck --target-processes all --show-backtrace device --report-api-errors no \\
-    --error-exitcode 9 python tests/cuda/sanitize.py
+CUDA_MODULE_LOADING=LAZY compute-sanitizer --tool memcheck --target-processes all --show-backtrace device \\
+    --report-api-errors no --error-exitcode 9 python tests/cuda/sanitize.py
 
 Without --show-backtrace the tool keeps Python's frames alive, and the arrays in them. NCCL asks the driver for kernels of every
-GPU that it knows, hence --report-api-errors.
+GPU that it knows, hence --report-api-errors. Loaded at once, all kernels of torch and NCCL would be instrumented.
 
 With --emulated some of these rounds run on CPUs, without compute-sanitizer: that shows that the script is right.
 """
@@ -13,7 +13,9 @@ With --emulated some of these rounds run on CPUs, without compute-sanitizer: tha
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,19 +26,23 @@ def main() -> None:
     from pair import Pair
 
     transport = "gin_emulated" if "--emulated" in sys.argv[1:] else None
+    began = time.monotonic()
+
+    def rounds(pair: Pair, sizes: list[list[int]], **settings: Any) -> None:
+        print(f"{settings}, tokens of the ranks {sizes}", flush=True)
+        common = {"num_experts": 8, "top_k": 2, "hidden": 64, "num_buffers": 3, "max_tokens": 8}
+        pair.run("rounds", {**common, **settings}, sizes, {}, seconds=200.0)
+        print(f"passed; {time.monotonic() - began:.1f} s since the start", flush=True)
+
     pair = Pair(timeout=60.0, transport=transport)
-    common = {"num_experts": 8, "top_k": 2, "hidden": 64, "num_buffers": 3}
     for layout in ("rank", "expert"):
         for schedule in ("direct", "latency"):
-            settings = {**common, "layout": layout, "schedule": schedule, "max_tokens": 8}
-            print(f"layout {layout}, schedule {schedule}", flush=True)
-            pair.run("rounds", settings, SIZES, {}, seconds=200.0)
+            rounds(pair, SIZES, layout=layout, schedule=schedule)
     if transport is None:
-        pair.run("rounds", {**common, "max_tokens": 1100}, [[1040, 30]], {}, seconds=200.0)
+        rounds(pair, [[1040, 30]], max_tokens=1100)
     pair.close()
     pair = Pair(timeout=60.0, nodes=2, transport=transport)
-    settings = {**common, "layout": "expert", "schedule": "hierarchical", "max_tokens": 8}
-    pair.run("rounds", settings, SIZES, {}, seconds=200.0)
+    rounds(pair, SIZES, layout="expert", schedule="hierarchical")
     pair.close()
     print("rounds passed")
 

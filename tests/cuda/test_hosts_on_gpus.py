@@ -23,7 +23,7 @@ def ended():
     hosts_ranks.close()
 
 
-SHAPES = [(2, 2), (4, 2)]
+SHAPES = [(2, 2), (4, 2), (4, 4)]
 """Ranks and hosts."""
 FAULTS = "reorder=200us,split=4K,source_early"
 
@@ -43,6 +43,16 @@ def test_small_rings_late_ranks_and_a_reordering_card(layout, schedule, signals)
     case = a_case(schedule, layout, (2, 2), max_tokens=200, hidden=2064, top_k=8, dtype="float8_e4m3fn")
     settings = {CHANNELS: "3x2", "HAL_CUDA_GIN_SIGNALS": signals, "HAL_SWNIC_FAULTS": FAULTS, "HAL_SWNIC_SEED": "5"}
     hosts_ranks.run("skewed_ranks", case.nodes, case.ranks, case, [0, 1, 2, 3], 20, **settings)
+
+
+@pytest.mark.parametrize("schedule", ["direct", "hierarchical", "latency"])
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+@pytest.mark.parametrize("signals", ["auto", "weak"])
+def test_two_hundred_rounds_of_reordering(signals, layout, schedule):
+    """Signals that the network orders after rows, and those that the sender holds back until rows have arrived."""
+    case = a_case(schedule, layout, (2, 2))
+    settings = {"HAL_CUDA_GIN_SIGNALS": signals, "HAL_SWNIC_FAULTS": FAULTS, "HAL_SWNIC_SEED": "11"}
+    hosts_ranks.run("skewed_ranks", case.nodes, case.ranks, case, list(range(8)), 200, **settings)
 
 
 @pytest.mark.parametrize("schedule", ["direct", "hierarchical"])
