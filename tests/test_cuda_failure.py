@@ -6,9 +6,12 @@ from __future__ import annotations
 import re
 import threading
 import time
+from ctypes import c_int
+from functools import partial
 
 import numpy as np
 import pytest
+from hal_cuda import native
 from hal_cuda.probe import probe_emulator
 
 import hal
@@ -141,6 +144,56 @@ def test_a_stalled_rank_is_passed_on_by_the_first_whose_time_is_up():
     results = spawn(3, body)
     assert results[0] == (1, "no answer")
     assert results[2] == (1, "no answer")
+
+
+X, IDX = np.ones((4, 16), np.float32), np.array([[0, 3], [1, 2], [3, 0], [2, 1]])
+
+
+def _dispatch_alone(kind: type[BaseException], timeout: float, await_rows) -> list[BaseException]:
+    """Rank 0's dispatch, which rank 1 does not come to: it fails with ``kind``, and no block of it is left, so that the
+    caller may let go of its arrays. ``await_rows(engine, way, *arguments)`` stands for the engine's own ``way``. Returns that
+    error, and what rank 1 is told afterwards."""
+    looked = threading.Event()
+    return spawn(2, partial(_one_of_two, looked, kind, timeout, await_rows))
+
+
+def _one_of_two(looked, kind, timeout: float, await_rows, comm: hal.Communicator) -> BaseException:
+    ep = comm.expert_parallel(num_experts=4, top_k=2, hidden=16, max_tokens=8, dtype="float32", timeout=timeout)
+    if comm.rank == 1:
+        assert looked.wait(LIMIT)
+        with pytest.raises(PeerTimeout) as told:
+            comm.wait(0, 1, source=0)
+        return told.value
+    session, engine = comm._session, ep._engine
+    engine._await_rows = partial(await_rows, engine, engine._await_rows)
+    with pytest.raises(kind) as error:
+        ep.dispatch(X, IDX)
+    idle = session.library.value("stream_query", c_int, session.device, session.stream)
+    looked.set()
+    assert idle == 1
+    return error.value
+
+
+def test_a_dispatch_that_times_out_has_ended_its_launch():
+    """The first block to give up says so while others still run, and handles' memory may go with the error."""
+
+    def told_early(engine, await_rows, *arguments):
+        record = engine._faults.record
+        record.claimed, record.rank, record.kind = 1, 1, native.TIMEOUT
+        return await_rows(*arguments)
+
+    errors = _dispatch_alone(PeerTimeout, 3.0, told_early)
+    assert [error.rank for error in errors] == [1, 0]
+
+
+def test_a_dispatch_that_is_interrupted_has_ended_its_launch_and_waits_for_nobody():
+    def interrupted(engine, await_rows, *arguments):
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    errors = _dispatch_alone(KeyboardInterrupt, LIMIT, interrupted)
+    assert time.monotonic() - start < LIMIT / 2
+    assert "KeyboardInterrupt in a dispatch" in errors[1].reason
 
 
 def test_the_watching_thread_ends_with_its_session():

@@ -246,6 +246,20 @@ def test_new_and_freed_memory_is_poisoned(gpu: Gpu) -> None:
     gpu.sync()
 
 
+def test_memory_freed_on_a_destroyed_stream_lasts_until_the_stream_has_done_what_it_has(shim: Any, gpu: Gpu) -> None:
+    word, seen = np.zeros(1, np.uint64), np.zeros(64, np.uint8)
+    stream, after = gpu.new_stream(), gpu.new_stream()
+    ptr = int(gpu.library.value("malloc", c_uint64, DEVICE, 64, stream))
+    shim.shim_hang(6, at(word), stream)
+    gpu.library.copy(DEVICE, at(seen), ptr, 64, stream)
+    gpu.library.stream_order(DEVICE, stream, after)
+    gpu.library.stream_destroy(DEVICE, stream)
+    gpu.library.free(DEVICE, ptr, stream)
+    word[0] = 1
+    gpu.sync(after)
+    assert seen.tobytes() == b"\xb7" * 64
+
+
 # --- windows and the order of stores -----------------------------------------------------------------------------------
 
 

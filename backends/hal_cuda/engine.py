@@ -86,6 +86,10 @@ class PendingDispatch:
     def like(self) -> Any:
         return self.call[0]
 
+    @property
+    def stream(self) -> int | None:
+        return self.call[8]  # type: ignore[no-any-return]
+
     def take(self, other: PendingDispatch) -> None:
         self.state, self.lease, self.view, self.sequence = other.state, other.lease, other.view, other.sequence
 
@@ -300,11 +304,24 @@ class CudaEngine:
                 return
             except PeerRefused:
                 # Nothing moved, and that rank's error is its own. Its next dispatch is this one's match.
+                self._end_launch(pending)
                 pending.lease.ended = True
                 pending.take(self.launch_dispatch(*pending.call))
-            except HalError:
+            except BaseException as error:
+                if not isinstance(error, HalError):
+                    # Ctrl-C: this rank leaves the round, and its kernel need not wait for the peers.
+                    self._session.abort(f"{type(error).__name__} in a dispatch")
+                    self._session.end_waits()
+                self._end_launch(pending)
                 pending.lease.ended = True  # no array comes of it, though the traceback refers to it
                 raise
+
+    def _end_launch(self, pending: PendingDispatch) -> None:
+        """Before an error lets go of what the launch uses. The block that reports a failure is the first to end: the others
+        still read the caller's arrays and write the handle's, which go where no stream orders it when nobody refers to them.
+        """
+        if pending.stream is None:
+            self.drain()
 
     def slot_address(self, slot: int) -> int:
         return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)

@@ -23,6 +23,14 @@ std::uint64_t Stream::add(Work work) {
     return ++added_;
 }
 
+bool Stream::add_before_end(Work work) {
+    const std::lock_guard lock(mutex_);
+    if (ended_) return false;
+    work_.push_back(std::move(work)), ++added_;
+    changed_.notify_all();
+    return true;
+}
+
 std::uint64_t Stream::last() {
     const std::lock_guard lock(mutex_);
     return added_;
@@ -64,7 +72,10 @@ void Stream::serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
         changed_.wait(lock, [&] { return !work_.empty() || closing_; });
-        if (work_.empty()) return;
+        if (work_.empty()) {
+            ended_ = true;
+            return;
+        }
         {
             const Work work = std::move(work_.front());
             work_.pop_front();

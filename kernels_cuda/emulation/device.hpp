@@ -37,6 +37,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
     int device() const { return device_; }
     std::uint64_t add(Work work);
+    // To a stream that was closed: false when it has ended.
+    bool add_before_end(Work work);
     std::uint64_t last();  // number of what was added last
     // Until what has this number, and all before it, was done; gives why one of them failed.
     std::string wait(std::uint64_t number);
@@ -56,7 +58,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
     std::deque<Work> work_;
     std::shared_ptr<Capture> capture_;
     std::uint64_t added_ = 0, done_ = 0;
-    bool closing_ = false;
+    bool closing_ = false, ended_ = false;
     std::string failure_;
 };
 

@@ -39,6 +39,7 @@ struct GraphExec {
 struct Handles {
     std::mutex mutex;
     std::map<std::uintptr_t, std::shared_ptr<Stream>> streams;
+    std::map<std::uintptr_t, std::weak_ptr<Stream>> destroyed;  // streams that may still do what they have
     std::map<std::uintptr_t, Event> events;
     std::map<int, std::shared_ptr<Stream>> default_streams;
     std::map<void*, std::size_t> sizes;  // of device memory
@@ -75,6 +76,14 @@ std::shared_ptr<Stream> find(cudaStream_t stream) {
     }
     const auto found = all.streams.find(reinterpret_cast<std::uintptr_t>(stream));
     return found == all.streams.end() ? nullptr : found->second;
+}
+
+// A destroyed stream that has not ended, or may just have.
+std::shared_ptr<Stream> find_destroyed(cudaStream_t stream) {
+    Handles& all = Handles::instance();
+    const std::lock_guard lock(all.mutex);
+    const auto found = all.destroyed.find(reinterpret_cast<std::uintptr_t>(stream));
+    return found == all.destroyed.end() ? nullptr : found->second.lock();
 }
 
 cudaError_t unknown_stream() { return failed(cudaErrorInvalidResourceHandle, "no such stream, or it was destroyed"); }
@@ -159,6 +168,7 @@ void release(void* p) {
         all.sizes.erase(found);
     }
     std::memset(p, 0xDD, bytes);
+    asm volatile("" : : "r"(p) : "memory");  // somebody may still read it, for all the compiler knows
     std::free(p);
 }
 
@@ -253,15 +263,17 @@ cudaError_t cudaMallocAsync(void** p, std::size_t bytes, cudaStream_t stream) {
 }
 cudaError_t cudaFreeAsync(void* p, cudaStream_t stream) {
     const auto on = find(stream);
-    if (!on) {
-        release(p);  // its stream has ended, and with it all that used the memory
+    Work work = [p] {
+        release(p);
+        return std::string();
+    };
+    if (!on) {  // it was destroyed, and may still do what uses the memory
+        const auto last = find_destroyed(stream);
+        if (!last || !last->add_before_end(std::move(work))) release(p);
         return cudaSuccess;
     }
     if (const cudaError_t status = refuse_captured(*on, "cudaFreeAsync"); status != cudaSuccess) return status;
-    on->add([p] {
-        release(p);
-        return std::string();
-    });
+    on->add(std::move(work));
     return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** p, std::size_t bytes, unsigned) {
@@ -312,6 +324,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     Handles& all = Handles::instance();
     const std::lock_guard lock(all.mutex);
     all.streams.erase(reinterpret_cast<std::uintptr_t>(stream));
+    std::erase_if(all.destroyed, [](const auto& entry) { return entry.second.expired(); });
+    all.destroyed[reinterpret_cast<std::uintptr_t>(stream)] = found;
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
