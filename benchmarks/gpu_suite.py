@@ -40,6 +40,8 @@ EMULATED = "gin_emulated"
 REORDER = "reorder=300us,split=32,source_early,complete=100us,publish=300us"
 LAYOUTS = ((2, 2), (2, 4), (4, 2))
 """Make-believe hosts × ranks on each."""
+REHEARSED = ("mp-flag", "mp-strong", "two-queues", "two-submitters")
+"""Litmus programs of a rehearsal."""
 REHEARSAL = 6
 """Times as long as on GPUs may a part take on CPUs that others use too."""
 OVER_HOSTS = ("test_hosts_on_gpus.py", "test_gin.py")
@@ -156,19 +158,20 @@ def hosts(machine: Machine) -> Iterator[Step]:
 def litmus(machine: Machine) -> Iterator[Step]:
     """Histograms over NVLink, over GIN in order, over GIN that reorders, and without strong signals there."""
     network: list[object] = ["--transport", "gin", "--hosts", 2]
+    # (what it is called, how often each program is played, words, variables)
     on: list[tuple[str, int, list[object], dict[str, str]]] = [
         ("lsa", 1000, [], {}),
         ("gin", 200, network, {}),
         ("gin reordered", 200, network, {"HAL_SWNIC_FAULTS": REORDER}),
         ("gin-weak reordered", 200, network, {"HAL_SWNIC_FAULTS": REORDER, "HAL_CUDA_GIN_SIGNALS": "weak"}),
     ]
-    names = programs(machine)
     if machine.gpus < 2:
         on = on[1:]
     if machine.rehearse:
-        names = ["mp-flag", "mp-strong", "two-queues"]
-        on = [("lsa", 5, ["--transport", EMULATED], {}), ("gin", 5, ["--transport", EMULATED, "--hosts", 2], {})]
+        emulated: list[object] = ["--transport", EMULATED]
+        on = [("lsa", 5, emulated, {}), ("gin-weak", 5, [*emulated, "--hosts", 2], {"HAL_CUDA_GIN_SIGNALS": "weak"})]
     for name, number, words, environment in on:
+        names = programs(machine, strong="HAL_CUDA_GIN_SIGNALS" not in environment)
         out = machine.result(f"litmus-{name}")
         command = machine.module(
             "hal.cli", "litmus", "run", *names, "--backend", "cuda", "-n", number, "--json", out, *words
@@ -178,15 +181,19 @@ def litmus(machine: Machine) -> Iterator[Step]:
         )
 
 
-def programs(machine: Machine) -> list[str]:
-    """Those that a device can play, with a GPU for each rank (on make-believe hosts, two ranks share a single one). Asked of
-    a process of its own: this one began before the package was built."""
+def programs(machine: Machine, strong: bool) -> list[str]:
+    """Those that a device can play, with a GPU for each rank (on make-believe hosts, two ranks share a single one), over a
+    network with ``strong`` signals or without; few in a rehearsal. Asked of a process of its own: this one began
+    before the package was built."""
     code = (
         "from hal.checker.litmus import library; from hal.checker.on_transport import unsupported; "
-        f"print(*(p.name for p in library().values() if p.ranks <= {max(machine.gpus, 2)} and not unsupported(p, 'cuda')))"
+        "from hal_cuda.litmus import why_not_play; "
+        f"print(*(p.name for p in library().values() if p.ranks <= {max(machine.gpus, 2)} "
+        f"and not unsupported(p, 'cuda') and not why_not_play(p, {strong})))"
     )
     asked = subprocess.run([machine.python, "-c", code], env=environment(), check=True, capture_output=True, text=True)
-    return asked.stdout.split()
+    names = asked.stdout.split()
+    return [name for name in names if name in REHEARSED] if machine.rehearse else names
 
 
 def software_nic(machine: Machine) -> Iterator[Step]:
@@ -215,9 +222,7 @@ def sanitizer(machine: Machine, tool: str) -> Step:
     options += ["--report-api-errors", "no"] if tool == "memcheck" else []
     # For a host backtrace it keeps Python's frames, and with them their arrays, which then never give their slots back.
     options += ["--show-backtrace", "device"]
-    # Kernels of all of torch and NCCL, loaded at once, would each be instrumented. No NIC waits here.
-    lazily = {"CUDA_MODULE_LOADING": "LAZY"}
-    return Step(["compute-sanitizer", *options, *script], lazily, read_sanitizer)
+    return Step(["compute-sanitizer", *options, *script], read=read_sanitizer)
 
 
 def no_gpu(machine: Machine) -> str:
@@ -255,15 +260,15 @@ def layouts(machine: Machine) -> Iterator[tuple[int, int]]:
 
 PARTS = (
     Part("build", 75, build),
-    Part("tests", 95, tests),
-    Part("benchmark", 60, benchmark),
-    Part("hosts", 35, hosts, no_layout),
-    Part("contract", 160, contract),
-    Part("memcheck", 45, memcheck, no_sanitizer),
-    Part("litmus", 75, litmus),
-    Part("software-nic", 40, software_nic, not_in_rehearsal),
-    Part("racecheck", 50, racecheck, no_sanitizer_twice, usual=False),
-    Part("hosts-tests", 250, hosts_tests, not_in_rehearsal, usual=False),
+    Part("tests", 210, tests),
+    Part("benchmark", 30, benchmark),
+    Part("hosts", 50, hosts, no_layout),
+    Part("memcheck", 70, memcheck, no_sanitizer),
+    Part("litmus", 60, litmus),
+    Part("software-nic", 65, software_nic, not_in_rehearsal),
+    Part("contract", 215, contract, usual=False),
+    Part("racecheck", 95, racecheck, no_sanitizer_twice, usual=False),
+    Part("hosts-tests", 290, hosts_tests, not_in_rehearsal, usual=False),
 )
 
 
@@ -447,14 +452,12 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """NVLink multicast stays off: a fault in it takes a host's GPUs down. Kernels are loaded at once: one that is loaded while
-    another waits for its peer may block both."""
+    """NVLink multicast stays off: a fault in it takes a host's GPUs down."""
     sources = [] if installed() else [str(ROOT), str(ROOT / "backends")]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sources]))
     return {
         **os.environ,
         "NCCL_NVLS_ENABLE": "0",
-        "CUDA_MODULE_LOADING": "EAGER",
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": "250",
         **({"PYTHONPATH": path} if path else {}),

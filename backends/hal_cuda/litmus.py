@@ -30,8 +30,8 @@ NETWORK_QUEUE = "gin"
 """A queue of this name goes over GIN also to ranks that stores reach (``queues gin stores``)."""
 
 
-def why_not_play(program: Program) -> str:
-    """Why the device cannot play it; empty if it can."""
+def why_not_play(program: Program, strong: bool = True) -> str:
+    """Why the device cannot play it; empty if it can. ``strong``: whether the network has strong signals."""
     if program.ranks > RANKS or len(program.threads) > THREADS:
         return (
             f"it has {program.ranks} ranks and {len(program.threads)} threads; the device plays {RANKS} and {THREADS}"
@@ -42,6 +42,8 @@ def why_not_play(program: Program) -> str:
     for rank, queue in _shared_queues(program):
         if any(_completes(i, queue) for t in program.threads if t.rank == rank for i in t.body):
             return f"two threads of rank {rank} share queue {queue}, and one of them completes it"
+        if not strong:
+            return f"two threads of rank {rank} share queue {queue}, and a strong signal completes it here"
     return ""
 
 
@@ -251,7 +253,7 @@ class _Play:
 
 def _refusal(session: CudaSession, program: Program) -> str:
     """Why it cannot be played on this transport: the same on every rank."""
-    why = why_not_play(program)
+    why = why_not_play(program, "signal.strong" not in session.profile.built)
     if why:
         return why
     capabilities = getattr(session, "capabilities", None)
@@ -261,9 +263,6 @@ def _refusal(session: CudaSession, program: Program) -> str:
         return (
             f"it needs {program.queues + 1} queues (its own and one for the player), and `queues` is {session.queues}"
         )
-    if "signal.strong" in session.profile.built:  # a strong signal completes its queue first
-        for rank, queue in _shared_queues(program):
-            return f"two threads of rank {rank} share queue {queue}, and a strong signal completes it here"
     first: dict[int, list[int]] = {}
     for number, thread in enumerate(program.threads):
         first.setdefault(thread.rank, []).append(number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the CUDA backend on two GPUs. Each run on GPUs leaves a dated JSON in benchmarks/results/."""
+"""Tests of the CUDA backend on two GPUs; on one, those marked ``cuda(gpus=1)``. Each run on GPUs leaves a dated JSON in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ _outcomes: dict[str, str] = {}
 _facts: dict[str, Any] = {}
 
 
-def why_not() -> str:
-    probe = SPEC.probe()
-    if not probe.usable:
-        return f"{probe.reason}; {probe.fix}"
-    return "" if gpus() >= 2 else f"{gpus()} GPU here, these tests take two"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = why_not()
+    probe = SPEC.probe()
     for item in items:
-        if reason and item.get_closest_marker("cuda") and Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=reason))
+        mark = item.get_closest_marker("cuda")
+        if mark is None or Path(__file__).parent not in item.path.parents:
+            continue
+        needed = mark.kwargs.get("gpus", 2)
+        if not probe.usable:
+            item.add_marker(pytest.mark.skip(reason=f"{probe.reason}; {probe.fix}"))
+        elif gpus() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"{gpus()} GPU here, this test takes {needed}"))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hal_cuda import software_nic
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.cuda(gpus=1)  # make-believe hosts may share one
 PROGRAM = Path(__file__).parents[1] / "gin_bodies.py"
 FAULTS = "reorder=300us,split=4K,publish=100us,source_early,read=100us,complete=50us"
 

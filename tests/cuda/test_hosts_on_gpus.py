@@ -14,7 +14,7 @@ import hosts_ranks
 from hal_cuda.crossing import CHANNELS
 from hosts_rounds import a_case
 
-pytestmark = pytest.mark.cuda
+pytestmark = pytest.mark.cuda(gpus=1)  # make-believe hosts may share one
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,6 +22,7 @@ def test_the_others_go_on_without_a_killed_process(run_ranks, tmp_path, layout, 
     lose_a_rank(run_ranks, tmp_path, min(gpus(), 8), layout, schedule, "lsa", "gpus")
 
 
+@pytest.mark.cuda(gpus=1)  # make-believe hosts may share one
 @pytest.mark.parametrize(("layout", "schedule", "ranks", "hosts"), [("expert", "direct", 3, 3), ("rank", "latency", 4, 2)])
 def test_the_others_go_on_over_make_believe_hosts(run_ranks, tmp_path, layout, schedule, ranks, hosts):
     """Ranks 0, 2 and 3 of two hosts are left, or 0 and 2 of three."""
