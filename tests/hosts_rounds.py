@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "contract"))
 
 from cases import Case
 from layer import Array, Expected, Layer, Tokens, same
-from targets import NUMPY_DTYPES, Target
+from targets import NUMPY_DTYPES, Target, poison
 
 import hal
 from hal.arrays import as_buffer
@@ -188,6 +188,12 @@ def refusals(comm: hal.Communicator, case: HostsCase) -> None:
         given = [as_buffer(layer.target.give(a, rank)) for a in (tokens.x, tokens.topk_idx)]
         return engine.dispatch(given[0], None if state else given[1], None, None, state, None)
 
+    def in_halves(tokens: Tokens) -> Any:
+        given = [as_buffer(layer.target.give(a, rank)) for a in (tokens.x, tokens.topk_idx)]
+        sent = engine.dispatch_send(*given, None, None, None, None)
+        poison(*(array.owner for array in given))
+        return engine.dispatch_recv(sent, None)
+
     with layer.ep:
         one_round(layer, case, 0)
         for bad, word in ((case.num_experts, str(case.num_experts)), (-7, "-7"), (None, "twice")):
@@ -197,6 +203,11 @@ def refusals(comm: hal.Communicator, case: HostsCase) -> None:
                 with pytest.raises(ContractError, match=word):
                     dispatch(tokens)
             handle = one_round(layer, case, 2)  # the others' first try of it met rank 1's error, and moved nothing
+        tokens = Tokens(case, case.max_tokens, [5, rank], missing=0.0)
+        tokens.topk_idx[3, 1] = tokens.topk_idx[3, 0] if rank == 1 else tokens.topk_idx[3, 1]
+        with pytest.raises(ContractError, match="twice" if rank == 1 else "rank 1 gave ids.*[dD]ispatch again"):
+            in_halves(tokens)
+        one_round(layer, case, 1)
         with pytest.raises(ContractError, match="handle"):
             dispatch(batch(case, 2)[0][rank], handle._state if rank == 0 else None)
         one_round(layer, case, 2, handle)

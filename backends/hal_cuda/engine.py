@@ -79,16 +79,11 @@ class PendingDispatch:
     """0 = nobody waits for a row count."""
     cached: bool
     """The routing is an earlier dispatch's."""
-    call: tuple[Any, ...]
-    """Arguments of launch_dispatch, to do it again; keeps the caller's x until the receive half."""
-
-    @property
-    def like(self) -> Any:
-        return self.call[0]
-
-    @property
-    def stream(self) -> int | None:
-        return self.call[8]  # type: ignore[no-any-return]
+    like: Any
+    """An array to allocate like: the caller's x, kept until the receive half."""
+    stream: int | None
+    call: tuple[Any, ...] | None
+    """Arguments of launch_dispatch, to do it again; None when the arrays may have changed since."""
 
     def take(self, other: PendingDispatch) -> None:
         self.state, self.lease, self.view, self.sequence = other.state, other.lease, other.view, other.sequence
@@ -200,9 +195,13 @@ class CudaEngine:
         scales: Buffer | None,
         state: State | None,
         stream: int | None,
+        arrays_last: bool = False,
     ) -> PendingDispatch:
+        """``arrays_last``: they stay as they are until the receive half, so that it can do this again."""
         self.admit()
         pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND)
+        if not arrays_last:
+            pending.call = None
         self._finish(stream)  # callers without streams may change their arrays now
         self._slots.in_flight += 1
         return pending
@@ -293,7 +292,7 @@ class CudaEngine:
             self._slots.launched(offer)
         call = (like, tokens, x, ids, weights, scales, wide, reused, stream, phases)
         view = self._slots.may_view(lease, capturing)
-        return PendingDispatch(state, lease, view, self._sequence if exact else 0, reused is not None, call)
+        return PendingDispatch(state, lease, view, self._sequence if exact else 0, reused is not None, like, stream, call)
 
     def settle(self, pending: PendingDispatch) -> None:
         """Wait for the row count of a dispatch with exact shapes."""
@@ -303,9 +302,11 @@ class CudaEngine:
                 pending.sequence = 0
                 return
             except PeerRefused:
-                # Nothing moved, and that rank's error is its own. Its next dispatch is this one's match.
                 self._end_launch(pending)
                 pending.lease.ended = True
+                if pending.call is None:
+                    raise
+                # Nothing moved, and that rank's error is its own. Its next dispatch is this one's match.
                 pending.take(self.launch_dispatch(*pending.call))
             except BaseException as error:
                 if not isinstance(error, HalError):

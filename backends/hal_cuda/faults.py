@@ -86,7 +86,8 @@ def _refusal(record: Any, experts: int) -> ContractError:
         )
     if record.token < 0:
         return PeerRefused(
-            f"rank {record.rank} gave ids that break the contract, so this dispatch moved nothing; its own error names them"
+            f"rank {record.rank} gave ids that break the contract, so this dispatch moved nothing; its own error names them. "
+            "Dispatch again, as that rank will"
         )
     if record.detail == native.BAD_DUPLICATE:
         return ContractError(

@@ -134,8 +134,8 @@ class View:
         stream: int | None,
     ) -> Any:
         ids, state = self._route(x, topk_idx, routing, stream)
-        # With the ids, which a launch may have yet to read.
-        return self.engine.dispatch_send(x, ids, topk_weights, scales, state, stream), x, ids
+        # With the ids, which a launch may have yet to read; the caller keeps the others.
+        return self.engine.dispatch_send(x, ids, topk_weights, scales, state, stream, arrays_last=True), x, ids
 
     def dispatch_recv(self, pending: Any, stream: int | None) -> Received:
         sent, x, _ = pending

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the CUDA backend on two GPUs; on one, those marked ``cuda(gpus=1)``. Each run on GPUs leaves a dated JSON in benchmarks/results/."""
+"""Tests of the CUDA backend on two GPUs; on one, those marked ``cuda(gpus=1)``. Each run leaves a dated JSON in
+benchmarks/results/."""
 
 from __future__ import annotations
 
