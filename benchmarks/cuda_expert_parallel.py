@@ -407,8 +407,8 @@ def small(bench: Bench) -> None:
         bench.pair(tokens, "bfloat16", "rank")
     bench.pair(128, "float8_e4m3fn", "rank")
     bench.pair(128, "bfloat16", "expert")
-    for layout in ("rank", "expert"):
-        bench.pair(128, "bfloat16", layout, schedule="latency")
+    for tokens, layout in ((1, "rank"), (128, "rank"), (128, "expert")):
+        bench.pair(tokens, "bfloat16", layout, schedule="latency")
 
 
 def sweep(bench: Bench) -> None:
@@ -423,7 +423,7 @@ def sweep(bench: Bench) -> None:
 def pull(bench: Bench) -> None:
     """Combine by reading what the experts wrote into ep.expert_output."""
     for tokens in (1024, 2048, 4096, 8192):
-        for blocks in (24, 48, 64):
+        for blocks in (12, 16, 20, 24, 32, 48, 64):
             pull_with(bench, tokens, "bfloat16", blocks)
     for tokens in (4096, 8192):
         pull_with(bench, tokens, "float8_e4m3fn", 64)

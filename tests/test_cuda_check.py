@@ -17,7 +17,8 @@ from hal.cli import main
 from hal.config import ExpertParallelSpec
 from hal.errors import ContractError
 
-SPEC = ExpertParallelSpec(num_experts=8, top_k=2, hidden=64, max_tokens=6, num_buffers=4)
+SPEC = ExpertParallelSpec(num_experts=8, top_k=2, hidden=64, max_tokens=12, num_buffers=4)
+"""More tokens than the emulated warps: combine has rows on their way ahead of its sums."""
 
 
 @pytest.mark.timeout(300)

@@ -44,6 +44,7 @@ MUTATIONS = (
     "release_is_relaxed",
     "acquire_is_relaxed",
     "barrier_without_order",
+    "copies_unawaited",
 )
 """Defects that can be planted below the kernels: emulation::Mutation, in its order (kernels_cuda/emulation/order.hpp)."""
 

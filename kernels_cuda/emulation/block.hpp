@@ -29,6 +29,14 @@ struct Site {
 enum class BlockWord : std::uint8_t { sync, all, any, count };
 enum class WarpWord : std::uint8_t { sync, shfl, shfl_up, shfl_down, shfl_xor, ballot, match, add };
 
+// 16 bytes on their way into shared memory.
+struct SharedCopy {
+    void* to;
+    const void* from;  // null: read already
+    std::uint64_t value[2];
+    std::uint32_t group;
+};
+
 // A CUDA thread.
 struct Thread {
     enum State : std::uint8_t { ready, polling, in_warp, in_block, ended };
@@ -45,6 +53,8 @@ struct Thread {
     std::uint32_t clock = 1;
     std::uint32_t fresh =
         0;  // EarlyLoads up to this number were before an acquire that happens before what it does now
+    std::vector<SharedCopy> copies;
+    std::uint32_t copy_groups = 0;  // that it closed
     // What it looked at last, and saw.
     const void* polled = nullptr;
     std::uint64_t seen = 0;
@@ -115,6 +125,7 @@ class Block {
     bool is_window(const void* p, std::size_t bytes);
     void check(const void* p, std::size_t bytes) { is_window(p, bytes); }
     bool keeps_back() const { return keeps_back_; }
+    bool at_random() { return random_.below(2) != 0; }
     void keep(const Thread& thread, void* p, const void* value, std::size_t bytes, bool atomic);
     // What a plain load of this thread gives, where memory holds `value`.
     void see(const Thread& thread, const void* p, void* value, std::size_t bytes) {

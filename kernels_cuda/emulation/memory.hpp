@@ -54,6 +54,35 @@ T load(const T* p) {
     block.see(*running, p, &value, sizeof value);
     return value;
 }
+// A copy into shared memory reads its source at any time until it is waited for, and writes its target then.
+struct alignas(16) Vector {
+    std::uint64_t words[2];
+};
+inline Vector load_vector(const void* p) { return load(static_cast<const Vector*>(p)); }
+inline void copy_to_shared(void* to, const void* from) {
+    Thread& thread = *running;
+    SharedCopy copy{to, from, {}, thread.copy_groups};
+    if (thread.block->at_random()) {
+        const Vector now = load_vector(from);
+        copy.from = nullptr, copy.value[0] = now.words[0], copy.value[1] = now.words[1];
+    }
+    thread.copies.push_back(copy);
+}
+// Until at most `pending` of the groups that this thread closed last are on their way.
+inline void await_copies(std::uint32_t pending) {
+    Thread& thread = *running;
+    if (mutation.load(std::memory_order_relaxed) == Mutation::copies_unawaited && thread.block->at_random()) return;
+    std::size_t kept = 0;
+    for (const SharedCopy& copy : thread.copies) {
+        if (copy.group + pending >= thread.copy_groups) {
+            thread.copies[kept++] = copy;
+            continue;
+        }
+        const Vector value = copy.from ? load_vector(copy.from) : Vector{{copy.value[0], copy.value[1]}};
+        std::memcpy(copy.to, &value, sizeof value);
+    }
+    thread.copies.resize(kept);
+}
 // A plain store, or (`atomic`) a relaxed one of a single word.
 template <class T>
 void store(T* p, T value, bool atomic) {

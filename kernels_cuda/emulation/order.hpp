@@ -110,6 +110,7 @@ enum class Mutation : int {
     release_is_relaxed,      // st.release, red.release
     acquire_is_relaxed,      // ld.acquire
     barrier_without_order,   // __syncthreads brings threads together and orders nothing
+    copies_unawaited,        // cp.async.wait_group waits for nothing
     count,
 };
 extern std::atomic<Mutation> mutation;

@@ -44,6 +44,13 @@ T load_window(const T* p) {
     return emulation::load(p);
 }
 
+inline void copy_to_shared(uint4* to, const uint4* from) { emulation::copy_to_shared(to, from); }
+inline void end_copies() { ++emulation::running->copy_groups; }
+template <int kPending>
+void await_copies() {
+    emulation::await_copies(kPending);
+}
+
 template <class T>
 T* dynamic_shared() {
     return static_cast<T*>(emulation::running->block->dynamic_shared());

@@ -68,6 +68,20 @@ __device__ __forceinline__ T load_window(const T* p) {
     return *p;
 }
 
+// Copies of 16 aligned bytes into shared memory that need no registers while they fly. A thread closes groups of its own
+// copies; when all but the last `kPending` groups have arrived, it sees them.
+__device__ __forceinline__ void copy_to_shared(uint4* to, const uint4* from) {
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
+        "l"(__cvta_generic_to_global(from))
+        : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void await_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // The dynamic shared memory of this block.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Combine by reading: a rank announces where its rows lie, its peers read them and sum. Few blocks suffice, nothing is
 // staged when the rows lie in the window already, and the sum is exactly the contract's in both layouts.
+#include <algorithm>
+
 #include "combine.cuh"
 #include "launch.cuh"
 #include "rows.cuh"
@@ -96,6 +98,116 @@ __device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_
     add_biases<Type>(ep, a, token, sum);
 }
 
+// Rows that a warp's sums will need, on their way into shared memory: kAhead of them, also those of later units. In registers
+// (add_rows) nothing would be on its way while a warp sums and stores, and a multiprocessor would move half as much. Each lane
+// copies the vectors that it adds itself, so nobody waits for anybody. Every row is a group of copies; so is a unit without
+// rows, and what comes after the last unit, so that the row that is needed next is always the oldest of kAhead groups.
+constexpr int kAhead = 7;
+
+template <class Rows>
+class RowsAhead {
+  public:
+    static constexpr std::size_t shared_bytes(int threads) {
+        return static_cast<std::size_t>(threads) * kAhead * kSumVectors * sizeof(uint4);
+    }
+    // `next`: the terms of the tickets' first unit.
+    __device__ RowsAhead(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut, const Tickets& units,
+                         const Terms<Rows>& next, const std::uint64_t* rows)
+        : ep_(ep), a_(a), cut_(cut), units_(units), next_(next), rows_(rows) {
+        for (slot_ = 0; slot_ < kAhead; ++slot_) send();
+        slot_ = 0;
+    }
+    // The next unit, and how many rows make it up; false after the last.
+    __device__ bool unit(int& unit, int& count) {
+        if (done_ == begun_) return false;
+        unit = __shfl_sync(0xffffffffu, queued_unit_, done_), count = __shfl_sync(0xffffffffu, queued_count_, done_);
+        done_ = (done_ + 1) & 31;
+        return true;
+    }
+    // Adds the next row of that unit; of a unit without rows (`there` = false), nothing.
+    template <class Type>
+    __device__ void add_to(Sum<Type>& sum, bool there) {
+        await_copies<kAhead - 1>();
+        uint4 v[kSumVectors];
+#pragma unroll
+        for (int i = 0; i < kSumVectors; ++i) v[i] = *place(i);
+        const float weight = Rows::kWeighted ? __shfl_sync(0xffffffffu, weights_, slot_) : 1.0f;
+        send();
+        slot_ = slot_ == kAhead - 1 ? 0 : slot_ + 1;
+        if (there) sum.template add<Rows::kWeighted>(v, weight);
+    }
+
+  private:
+    // The next row's copies, into slot_.
+    __device__ void send() {
+        if (left_ == 0) begin_unit();
+        if (left_ != 0) {
+            const int lane = lowest_lane(left_);
+            const auto* row = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address_, lane));
+            if (Rows::kWeighted) {
+                const float weight = __shfl_sync(0xffffffffu, terms_.weight, lane);
+                if (lane_id() == slot_) weights_ = weight;
+            }
+            const Span span(cut_, piece_);
+#pragma unroll
+            for (int i = 0; i < kSumVectors; ++i) copy_to_shared(place(i), span.at(row, i));
+            left_ &= left_ - 1;
+            if (left_ == 0) more_terms();
+        }
+        end_copies();
+    }
+    __device__ void begin_unit() {
+        if (!units_.more()) return;
+        const int unit = units_.unit();
+        token_ = unit / cut_.pieces, piece_ = unit - token_ * cut_.pieces, start_ = 0;
+        terms_ = next_;
+        units_.advance();
+        next_ = look_up();  // while this unit's rows fly
+        point();
+        int count = __popc(left_);
+        for (int start = 32; start < terms_.count(ep_); start += 32)
+            count += __popc(Terms<Rows>(ep_, a_, token_, start).lanes());
+        if (lane_id() == begun_) queued_unit_ = unit, queued_count_ = count;
+        begun_ = (begun_ + 1) & 31;  // at most kAhead + 1 are queued
+        if (left_ == 0) more_terms();
+    }
+    // More than 32 ranks: the next that have rows.
+    __device__ void more_terms() {
+        while (left_ == 0 && start_ + 32 < terms_.count(ep_)) {
+            start_ += 32;
+            terms_ = Terms<Rows>(ep_, a_, token_, start_);
+            point();
+        }
+    }
+    __device__ void point() {
+        left_ = terms_.lanes();
+        const int rank = terms_.row < 0 ? -1 : terms_.rank(ep_, start_);
+        address_ = rank < 0 ? 0ull
+                            : reinterpret_cast<unsigned long long>(at_peer(ep_, rank, rows_[rank])) +
+                                  static_cast<unsigned long long>(terms_.row) * ep_.combine_row_bytes;
+    }
+    __device__ Terms<Rows> look_up() const {
+        return units_.more() ? Terms<Rows>(ep_, a_, units_.unit() / cut_.pieces, 0) : Terms<Rows>();
+    }
+    __device__ uint4* place(int i) const {
+        return dynamic_shared<uint4>() + static_cast<std::size_t>(slot_ * kSumVectors + i) * blockDim.x + threadIdx.x;
+    }
+
+    const hal_cuda_ep& ep_;
+    const hal_cuda_combine_args& a_;
+    const RowCut& cut_;
+    Tickets units_;
+    Terms<Rows> next_, terms_;  // of the tickets' unit, and of the one whose rows are being sent
+    const std::uint64_t* rows_;
+    int token_ = 0, piece_ = 0, start_ = 0;  // that one
+    unsigned left_ = 0;                      // its rows that have yet to be sent
+    unsigned long long address_ = 0;
+    int slot_ = 0;
+    int begun_ = 0, done_ = 0;                // units, modulo 32
+    int queued_unit_ = 0, queued_count_ = 0;  // lane i: of the i-th
+    float weights_ = 1.0f;                    // lane i: of slot i's row
+};
+
 __device__ void fetch_weights(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const std::uint64_t* weights,
                               int token) {
     if (lane_id() >= ep.topk) return;
@@ -148,20 +260,26 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
     auto* out = reinterpret_cast<char*>(a.out);
     // At most one unit for each warp: the peers are told as soon as their rows are in registers, before this rank's stores.
     const bool once = units <= warps;
-    while (t.more() || once) {
-        const bool mine = t.more();
-        const int token = mine ? t.unit() / cut.pieces : 0, piece = mine ? t.unit() - token * cut.pieces : 0;
-        t.advance();
-        const Terms<Rows> next = look_up();  // while this unit's rows fly
+    if (once) {
+        const int token = t.more() ? t.unit() / cut.pieces : 0, piece = t.more() ? t.unit() - token * cut.pieces : 0;
         Sum<Type> sum(cut, piece);
-        if (mine) sum_terms<Type, Rows>(ep, a, rows, token, terms, sum);
-        if (mine && a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
-        if (once) tell_done(ep);
-        if (mine) sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
-        if (once) break;
-        terms = next;
+        if (t.more()) sum_terms<Type, Rows>(ep, a, rows, token, terms, sum);
+        if (t.more() && a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
+        tell_done(ep);
+        if (t.more()) sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
+    } else {
+        RowsAhead<Rows> ahead(ep, a, cut, t, terms, rows);
+        for (int unit, count; ahead.unit(unit, count);) {
+            const int token = unit / cut.pieces, piece = unit - token * cut.pieces;
+            Sum<Type> sum(cut, piece);
+            ahead.add_to(sum, count > 0);
+            for (int i = 1; i < count; ++i) ahead.add_to(sum, true);
+            add_biases<Type>(ep, a, token, sum);
+            if (a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
+            sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
+        }
+        tell_done(ep);
     }
-    if (!once) tell_done(ep);
     // The caller may change its rows once this launch has ended, so it ends when the peers have read them; unless the caller
     // was promised less (ep.expert_output).
     if (blockIdx.x != 0 || a.late_done) return;
@@ -187,7 +305,10 @@ __global__ void __launch_bounds__(512, 1)
 
 template <class Type>
 int pull(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
-    const std::size_t shared = (ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64;
+    // copy_in's prefix; then, if a warp has more than one unit, rows on their way.
+    const int units = a.tokens * RowCut(ep.combine_row_bytes, kSumVectors).pieces;
+    const std::size_t ahead = units <= a.blocks * (a.threads / 32) ? 0 : RowsAhead<RankRows>::shared_bytes(a.threads);
+    const std::size_t shared = std::max<std::size_t>((ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64, ahead);
     const auto kernel = !ep.expert_layout ? combine_pull_kernel<Type, RankRows>
                         : a.weighted      ? combine_pull_kernel<Type, WeightedExpertRows>
                                           : combine_pull_kernel<Type, ExpertRows>;

@@ -288,7 +288,7 @@ class Batches {
 constexpr int kLaneVectors = 8;
 struct RowCut {
     int row_vectors, pieces, vectors;
-    __device__ explicit RowCut(int row_bytes, int lane_vectors = kLaneVectors) {
+    __host__ __device__ explicit RowCut(int row_bytes, int lane_vectors = kLaneVectors) {
         row_vectors = row_bytes / 16;
         pieces = (row_vectors + 32 * lane_vectors - 1) / (32 * lane_vectors);
         const int even = (row_vectors + pieces - 1) / pieces;
