@@ -165,5 +165,5 @@ DEFECTS = (
     Defect("fence_at_gpu_scope", "`__threadfence_system` acts as `__threadfence`", PUSH),
     Defect("fence_at_gpu_scope", "`__threadfence_system` acts as `__threadfence`", RANK),
     Defect("gpu_fence_does_nothing", "`__threadfence` does nothing", RANK),
-    Defect("copies_unawaited", "`cp.async.wait_group` waits for nothing", RANK),
+    Defect("copies_unawaited", "a wait for a bulk copy waits for nothing", RANK),
 )

@@ -29,14 +29,6 @@ struct Site {
 enum class BlockWord : std::uint8_t { sync, all, any, count };
 enum class WarpWord : std::uint8_t { sync, shfl, shfl_up, shfl_down, shfl_xor, ballot, match, add };
 
-// 16 bytes on their way into shared memory.
-struct SharedCopy {
-    void* to;
-    const void* from;  // null: read already
-    std::uint64_t value[2];
-    std::uint32_t group;
-};
-
 // A CUDA thread.
 struct Thread {
     enum State : std::uint8_t { ready, polling, in_warp, in_block, ended };
@@ -53,8 +45,6 @@ struct Thread {
     std::uint32_t clock = 1;
     std::uint32_t fresh =
         0;  // EarlyLoads up to this number were before an acquire that happens before what it does now
-    std::vector<SharedCopy> copies;
-    std::uint32_t copy_groups = 0;  // that it closed
     // What it looked at last, and saw.
     const void* polled = nullptr;
     std::uint64_t seen = 0;

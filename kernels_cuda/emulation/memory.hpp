@@ -54,35 +54,43 @@ T load(const T* p) {
     block.see(*running, p, &value, sizeof value);
     return value;
 }
-// A copy into shared memory reads its source at any time until it is waited for, and writes its target then.
-struct alignas(16) Vector {
-    std::uint64_t words[2];
-};
-inline Vector load_vector(const void* p) { return load(static_cast<const Vector*>(p)); }
-inline void copy_to_shared(void* to, const void* from) {
-    Thread& thread = *running;
-    SharedCopy copy{to, from, {}, thread.copy_groups};
-    if (thread.block->at_random()) {
-        const Vector now = load_vector(from);
-        copy.from = nullptr, copy.value[0] = now.words[0], copy.value[1] = now.words[1];
+// A warp's copies into shared memory, one after the other. Each is done when it begins, or when somebody waits for it.
+struct Arrival {
+    void begin(void* to, const void* from, int vectors) {
+        if (begun != ended)
+            running->block->trap("a copy into shared memory began before the one before it had arrived");
+        to_ = static_cast<std::byte*>(to), from_ = static_cast<const std::byte*>(from), vectors_ = vectors;
+        ++begun;
+        if (running->block->at_random()) arrive();
     }
-    thread.copies.push_back(copy);
-}
-// Until at most `pending` of the groups that this thread closed last are on their way.
-inline void await_copies(std::uint32_t pending) {
-    Thread& thread = *running;
-    if (mutation.load(std::memory_order_relaxed) == Mutation::copies_unawaited && thread.block->at_random()) return;
-    std::size_t kept = 0;
-    for (const SharedCopy& copy : thread.copies) {
-        if (copy.group + pending >= thread.copy_groups) {
-            thread.copies[kept++] = copy;
-            continue;
+    void await(unsigned parity) {
+        if (mutation.load(std::memory_order_relaxed) == Mutation::copies_unawaited) return arrive_later();
+        if (begun % 2 == parity) running->block->trap("a wait for a copy into shared memory that has not begun");
+        arrive();
+    }
+    unsigned begun = 0, ended = 0;
+
+  private:
+    struct alignas(16) Vector {
+        std::uint64_t words[2];
+    };
+    void arrive() {
+        if (begun == ended) return;
+        for (int i = 0; i < vectors_; ++i) {
+            const Vector v = load(reinterpret_cast<const Vector*>(from_) + i);
+            std::memcpy(to_ + static_cast<std::ptrdiff_t>(i) * 16, &v, sizeof v);
         }
-        const Vector value = copy.from ? load_vector(copy.from) : Vector{{copy.value[0], copy.value[1]}};
-        std::memcpy(copy.to, &value, sizeof value);
+        ended = begun;
     }
-    thread.copies.resize(kept);
-}
+    // Not before the wait is over.
+    void arrive_later() {
+        if (running->lane() == 31) arrive();
+    }
+    std::byte* to_ = nullptr;
+    const std::byte* from_ = nullptr;
+    int vectors_ = 0;
+};
+
 // A plain store, or (`atomic`) a relaxed one of a single word.
 template <class T>
 void store(T* p, T value, bool atomic) {

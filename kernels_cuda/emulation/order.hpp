@@ -110,7 +110,7 @@ enum class Mutation : int {
     release_is_relaxed,      // st.release, red.release
     acquire_is_relaxed,      // ld.acquire
     barrier_without_order,   // __syncthreads brings threads together and orders nothing
-    copies_unawaited,        // cp.async.wait_group waits for nothing
+    copies_unawaited,        // mbarrier.try_wait says that a bulk copy has arrived
     count,
 };
 extern std::atomic<Mutation> mutation;

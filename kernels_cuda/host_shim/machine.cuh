@@ -44,12 +44,13 @@ T load_window(const T* p) {
     return emulation::load(p);
 }
 
-inline void copy_to_shared(uint4* to, const uint4* from) { emulation::copy_to_shared(to, from); }
-inline void end_copies() { ++emulation::running->copy_groups; }
-template <int kPending>
-void await_copies() {
-    emulation::await_copies(kPending);
+using Arrival = emulation::Arrival;
+inline void begin_arrivals(Arrival* arrival) { *arrival = {}; }
+inline void order_copies() {}
+inline void copy_to_shared(uint4* to, const uint4* from, int vectors, Arrival* arrival) {
+    if (emulation::running->lane() == 0) arrival->begin(to, from, vectors);
 }
+inline void await_arrival(Arrival* arrival, unsigned parity) { arrival->await(parity); }
 
 template <class T>
 T* dynamic_shared() {

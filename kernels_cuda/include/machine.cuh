@@ -68,18 +68,54 @@ __device__ __forceinline__ T load_window(const T* p) {
     return *p;
 }
 
-// Copies of 16 aligned bytes into shared memory that need no registers while they fly. A thread closes groups of its own
-// copies; when all but the last `kPending` groups have arrived, it sees them.
-__device__ __forceinline__ void copy_to_shared(uint4* to, const uint4* from) {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(to))),
-        "l"(__cvta_generic_to_global(from))
-        : "memory");
+// A warp's copies into shared memory that go on while it does other things. `Arrival`, in shared memory, tells of one copy after
+// the other: its n-th has arrived when its phase n has ended. GPUs before Hopper copy at once.
+struct Arrival {
+    std::uint64_t word;
+};
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// One lane, before the warp meets.
+__device__ __forceinline__ void begin_arrivals(Arrival* arrival) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&arrival->word)) : "memory");
+#endif
+}
+// After begin_arrivals, and after what made the sources visible: the copies are of another proxy.
+__device__ __forceinline__ void order_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+// By all lanes together: `vectors` times 16 bytes, which may be none. Nobody may still read what lies at `to`.
+__device__ __forceinline__ void copy_to_shared(uint4* to, const uint4* from, int vectors, Arrival* arrival) {
+    const int lane = threadIdx.x & 31;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (lane != 0) return;
+    const std::uint32_t bytes = static_cast<std::uint32_t>(vectors) * 16, word = shared_address(&arrival->word);
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(word), "r"(bytes) : "memory");
+    if (bytes != 0)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(to)),
+                     "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(word)
+                     : "memory");
+#else
+    for (int i = lane; i < vectors; i += 32) to[i] = __ldcg(from + i);
+#endif
+}
+// By all lanes together: until the copy of phase `parity` (of the copy's number, from 0) has arrived.
+__device__ __forceinline__ void await_arrival(Arrival* arrival, unsigned parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    unsigned done = 0;
+    while (done == 0)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(shared_address(&arrival->word)), "r"(parity)
+                     : "memory");
+#else
+    __syncwarp();
+#endif
 }
 
 // The dynamic shared memory of this block.

@@ -98,22 +98,25 @@ __device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_
     add_biases<Type>(ep, a, token, sum);
 }
 
-// Rows that a warp's sums will need, on their way into shared memory: kAhead of them, also those of later units. In registers
-// (add_rows) nothing would be on its way while a warp sums and stores, and a multiprocessor would move half as much. Each lane
-// copies the vectors that it adds itself, so nobody waits for anybody. Every row is a group of copies; so is a unit without
-// rows, and what comes after the last unit, so that the row that is needed next is always the oldest of kAhead groups.
-constexpr int kAhead = 7;
+// Rows that a warp's sums will need, on their way into shared memory: kAhead pieces of them, also those of later units. In
+// registers (add_rows) nothing would be on its way while a warp sums and stores, and a multiprocessor would move half as much.
+// Each slot's n-th copy is a piece of a row; or nothing, for a unit without rows.
+constexpr int kAhead = 6;
 
 template <class Rows>
 class RowsAhead {
   public:
     static constexpr std::size_t shared_bytes(int threads) {
-        return static_cast<std::size_t>(threads) * kAhead * kSumVectors * sizeof(uint4);
+        return static_cast<std::size_t>(threads / 32) * kAhead * (kSlotVectors * sizeof(uint4) + sizeof(Arrival));
     }
-    // `next`: the terms of the tickets' first unit.
+    // After what made the rows visible. `next`: the terms of the tickets' first unit.
     __device__ RowsAhead(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut, const Tickets& units,
                          const Terms<Rows>& next, const std::uint64_t* rows)
         : ep_(ep), a_(a), cut_(cut), units_(units), next_(next), rows_(rows) {
+        if (lane_id() == 0)
+            for (slot_ = 0; slot_ < kAhead; ++slot_) begin_arrivals(arrival());
+        order_copies();
+        __syncwarp();
         for (slot_ = 0; slot_ < kAhead; ++slot_) send();
         slot_ = 0;
     }
@@ -127,20 +130,22 @@ class RowsAhead {
     // Adds the next row of that unit; of a unit without rows (`there` = false), nothing.
     template <class Type>
     __device__ void add_to(Sum<Type>& sum, bool there) {
-        await_copies<kAhead - 1>();
+        await_arrival(arrival(), turn_);
         uint4 v[kSumVectors];
 #pragma unroll
-        for (int i = 0; i < kSumVectors; ++i) v[i] = *place(i);
+        for (int i = 0; i < kSumVectors; ++i) v[i] = slot()[sum.offset(i)];
         const float weight = Rows::kWeighted ? __shfl_sync(0xffffffffu, weights_, slot_) : 1.0f;
+        __syncwarp();  // all have read it
         send();
-        slot_ = slot_ == kAhead - 1 ? 0 : slot_ + 1;
+        if (++slot_ == kAhead) slot_ = 0, turn_ ^= 1;
         if (there) sum.template add<Rows::kWeighted>(v, weight);
     }
 
   private:
-    // The next row's copies, into slot_.
+    static constexpr int kSlotVectors = kSumVectors * 32;
+    // The next row's piece, into slot_.
     __device__ void send() {
-        if (left_ == 0) begin_unit();
+        if (left_ == 0 && !begin_unit()) return;
         if (left_ != 0) {
             const int lane = lowest_lane(left_);
             const auto* row = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address_, lane));
@@ -148,16 +153,17 @@ class RowsAhead {
                 const float weight = __shfl_sync(0xffffffffu, terms_.weight, lane);
                 if (lane_id() == slot_) weights_ = weight;
             }
-            const Span span(cut_, piece_);
-#pragma unroll
-            for (int i = 0; i < kSumVectors; ++i) copy_to_shared(place(i), span.at(row, i));
+            const int first = piece_ * cut_.vectors, vectors = min(cut_.vectors, cut_.row_vectors - first);
+            copy_to_shared(slot(), reinterpret_cast<const uint4*>(row) + first, vectors, arrival());
             left_ &= left_ - 1;
             if (left_ == 0) more_terms();
+        } else {
+            copy_to_shared(slot(), nullptr, 0, arrival());
         }
-        end_copies();
     }
-    __device__ void begin_unit() {
-        if (!units_.more()) return;
+    // False after the last.
+    __device__ bool begin_unit() {
+        if (!units_.more()) return false;
         const int unit = units_.unit();
         token_ = unit / cut_.pieces, piece_ = unit - token_ * cut_.pieces, start_ = 0;
         terms_ = next_;
@@ -170,6 +176,7 @@ class RowsAhead {
         if (lane_id() == begun_) queued_unit_ = unit, queued_count_ = count;
         begun_ = (begun_ + 1) & 31;  // at most kAhead + 1 are queued
         if (left_ == 0) more_terms();
+        return true;
     }
     // More than 32 ranks: the next that have rows.
     __device__ void more_terms() {
@@ -189,8 +196,12 @@ class RowsAhead {
     __device__ Terms<Rows> look_up() const {
         return units_.more() ? Terms<Rows>(ep_, a_, units_.unit() / cut_.pieces, 0) : Terms<Rows>();
     }
-    __device__ uint4* place(int i) const {
-        return dynamic_shared<uint4>() + static_cast<std::size_t>(slot_ * kSumVectors + i) * blockDim.x + threadIdx.x;
+    __device__ uint4* slot() const {
+        return dynamic_shared<uint4>() + static_cast<std::size_t>(warp_id() * kAhead + slot_) * kSlotVectors;
+    }
+    __device__ Arrival* arrival() const {
+        auto* all = reinterpret_cast<Arrival*>(dynamic_shared<uint4>() + warps_in_block() * kAhead * kSlotVectors);
+        return all + warp_id() * kAhead + slot_;
     }
 
     const hal_cuda_ep& ep_;
@@ -203,6 +214,7 @@ class RowsAhead {
     unsigned left_ = 0;                      // its rows that have yet to be sent
     unsigned long long address_ = 0;
     int slot_ = 0;
+    unsigned turn_ = 0;                       // parity of the slots' copies
     int begun_ = 0, done_ = 0;                // units, modulo 32
     int queued_unit_ = 0, queued_count_ = 0;  // lane i: of the i-th
     float weights_ = 1.0f;                    // lane i: of slot i's row

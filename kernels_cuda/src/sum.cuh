@@ -80,6 +80,11 @@ struct Span {
     __device__ const uint4* at(const char* row, int i) const {
         return reinterpret_cast<const uint4*>(row) + min(first + i * 32, end - 1);
     }
+    // The same, counted from the piece's begin.
+    __device__ int offset(int i) const {
+        const int lane = static_cast<int>(threadIdx.x & 31);
+        return min(first + i * 32, end - 1) - (first - lane);
+    }
 };
 
 template <class Type>
