@@ -389,6 +389,7 @@ def test_the_kind_asked_for(value: str, expected: str, infiniband: Fake) -> None
     [
         ("HAL_NCCL_HOME", "/nowhere", "no lib/libnccl.so.2"), ("HAL_SWNIC_LIBRARY", "/nowhere.so", "it is no file"),
         ("HAL_CUDA_ARCH", "sm_90", "no list of compute capabilities"), ("HAL_CUDA_COMBINE", "both", "pull or push"),
+        ("HAL_CUDA_SMS", "0", "no number of multiprocessors"), ("HAL_CUDA_SMS", "few", "no number of multiprocessors"),
     ],
 )  # fmt: skip
 def test_variables_of_our_own(name: str, value: str, why: str, infiniband: Fake) -> None:

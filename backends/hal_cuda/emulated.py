@@ -81,7 +81,7 @@ class _Emulated:
         super().__init__(*joined, device_name="cpu")  # type: ignore[call-arg]  # the real session's
 
     def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
-        blocks = self.properties.sms
+        blocks = self.sms  # type: ignore[attr-defined]  # the real session's
         return Tuning(blocks, blocks, max(blocks - 1, 1), small_threads=threads(), threads=threads())
 
     def close(self) -> None:

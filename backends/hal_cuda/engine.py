@@ -27,6 +27,7 @@ from hal_cuda.faults import Faults, PeerRefused
 from hal_cuda.layout import HandleLayout, Layout, dirty_bytes, handle_layout, layout
 from hal_cuda.memory import Allocator
 from hal_cuda.over_hosts import OverHosts
+from hal_cuda.sizing import PUSHING_SMS, SMS, allowed_sms
 from hal_cuda.slots import Lease, Slots
 from hal_cuda.variables import software_nic
 from hal_cuda.views import RECEIVED, Part, Views, received_views, torch_of
@@ -110,7 +111,7 @@ class CudaEngine:
         self._session, self._spec, self.library = session, spec, session.library
         world = session.world_size
         self.local_experts = spec.num_experts // world
-        set_by = {name: os.environ.get(name, "") for name in (COMBINE, CHANNELS)}
+        set_by = {name: os.environ.get(name, "") for name in (COMBINE, CHANNELS, SMS)}
         session._bootstrap.agree("settings of the CUDA backend", set_by)
         self._crossing = crosses(session, spec)
         self._push = self._crossing is None and pushes(spec, world, session.config.topology.nodes)
@@ -507,14 +508,16 @@ class CudaEngine:
         args.blocks, args.threads = state.sized.combine
 
     def _new_combine_args(self) -> Any:
-        return native.CombineArgs(push=self._push, push_blocks=self.tuning.push_blocks)
+        few = self.tuning.combine_blocks <= self.tuning.few_blocks
+        return native.CombineArgs(push=self._push, push_blocks=self.tuning.push_blocks, fly_ahead=few)
 
     # --- shapes of launches --------------------------------------------------------------------------------------
 
     def tune(self, **changes: int) -> None:
         """Other numbers of :class:`hal_cuda.sizing.Tuning`, for measurements; before the first dispatch."""
         self.tuning = replace(self.tuning, **changes)
-        self._combine_args.push_blocks = self.tuning.push_blocks
+        self._combine_args = self._new_combine_args()
+        self._combine_args_at = addressof(self._combine_args)
 
     def _launches(self) -> tuple[Callable[[int], int], Callable[[int, int], int]]:
         """The kernels of dispatch, on a stream, and of combine, by its arguments' address: for one NVLink domain or over
@@ -550,7 +553,7 @@ class CudaEngine:
         if units > 1024:
             return most, self.tuning.threads
         warps = self.tuning.small_threads // 32
-        return max(min(-(-units // warps), self._session.properties.sms), 1), self.tuning.small_threads
+        return max(min(-(-units // warps), self._session.sms), 1), self.tuning.small_threads
 
     def _pushing_threads(self, tokens: int) -> int:
         """Of blocks whose warps push a row each and fence together: few tokens are better spread over small blocks."""
@@ -762,7 +765,9 @@ def pushes(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:
     wanted = os.environ.get(COMBINE, "")
     if wanted not in ("", "pull", "push"):
         raise ContractError(f"{COMBINE}={wanted!r}: give 'pull' or 'push', or unset it")
-    return wanted == "push" or (not wanted and spec.max_tokens > PULL_TOKENS)
+    sms = allowed_sms()
+    few = sms is not None and sms < PUSHING_SMS
+    return wanted == "push" or (not wanted and spec.max_tokens > PULL_TOKENS and not few)
 
 
 def _check_spec(spec: ExpertParallelSpec, world: int, nodes: int) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 from hal.errors import BackendUnavailable, HalError
 from hal_cuda import build, nccl
 
-ABI = 4
+ABI = 5
 SEND, RECV = 1, 2
 PUT, SIGNAL, WAIT, QUIET, PUT_VALUE, ARRIVE, AWAIT = range(7)
 MAX_OPS = 48
@@ -103,7 +103,7 @@ CombineArgs: Any = _structure(
     (c_uint64, "x out bias0 bias1 row_weights out_weights"),
     (HandleArrays, "handle"),
     (c_int64, "window_offset"),
-    (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks"),
+    (c_int32, "tokens weighted carries_weights scratch_slot push phases late_done blocks threads push_blocks fly_ahead"),
 )
 SlotView: Any = _structure(
     "SlotView", (c_uint64, "offset"), (c_int64, "rows columns"), (c_int32, "code bits dims unused")

@@ -24,7 +24,7 @@ from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp, profile
 from hal_cuda import native
 from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
-from hal_cuda.sizing import Tuning, tuning
+from hal_cuda.sizing import Tuning, allowed_sms, tuning
 from hal_cuda.watch import Watch
 
 if TYPE_CHECKING:
@@ -275,7 +275,13 @@ class CudaSession:
 
     def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
         """Blocks and threads of an engine's launches."""
-        return tuning(spec, self.world_size, push, self.properties.sms)
+        return tuning(spec, self.world_size, push, self.sms)
+
+    @property
+    def sms(self) -> int:
+        """Multiprocessors that a launch may take."""
+        there = int(self.properties.sms)
+        return min(there, allowed_sms() or there)
 
     # --- going on without a lost rank ----------------------------------------------------------------------------
 

@@ -8,9 +8,26 @@ taken that their loads and stores keep up with it. ``Rates`` are measured; the s
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from hal.config import ExpertParallelSpec
+from hal.errors import ContractError
+
+SMS = "HAL_CUDA_SMS"
+"""Multiprocessors that a dispatch or a combine may take at most; the same on all ranks. The rest is the experts'."""
+PUSHING_SMS = 48
+"""With fewer a combine by push is slower than one by pull."""
+
+
+def allowed_sms() -> int | None:
+    """By :data:`SMS`; None: no limit."""
+    text = os.environ.get(SMS, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ContractError(f"{SMS}={text!r}: give a number of multiprocessors, at least 1, or unset it")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,8 @@ class Tuning:
     push_warps: int = 768
     """Of a dispatch of layout expert, the warps that push rows to other ranks before all else: enough for the link, which is
     each GPU's own, so that their number does not grow with that of the peers."""
+    few_blocks: int = 20
+    """Up to so many combine_blocks, a combine by pull has rows on their way while it sums (docs/performance_cuda.md)."""
 
 
 def fraction_sent(top_k: int, ranks: int) -> float:
@@ -101,10 +120,11 @@ def _estimate(link: float, stores: float, loads: float, rate: float, rates: Rate
 
 
 def tuning(spec: ExpertParallelSpec, ranks: int, push: bool, sms: int) -> Tuning:
-    """Measured on 2 x H200; never more blocks than multiprocessors, since blocks wait for one another."""
+    """Measured on 2 x H200. Never more blocks than the multiprocessors that may be taken, since blocks wait for one another."""
     by_expert = spec.layout == "expert"
+    combine = min((132 if by_expert else 48) if push else 64, sms)
     return Tuning(
         dispatch_blocks=min(132 if by_expert else 20, sms),
-        combine_blocks=min((132 if by_expert else 48) if push else 64, sms),
-        push_blocks=min(64 if by_expert else 24, sms),
+        combine_blocks=combine,
+        push_blocks=min(64 if by_expert else 24, max(combine // 2, 1)),
     )

@@ -105,6 +105,12 @@ HAL = (
         "write 9.0 or 9.0,10.0",
     ),
     Clash("HAL_CUDA_COMBINE", lambda value: value not in ("", "pull", "push"), "combine is pull or push", "unset it"),
+    Clash(
+        "HAL_CUDA_SMS",
+        lambda value: bool(value) and not re.fullmatch(r"0*[1-9]\d*", value),
+        "it is no number of multiprocessors",
+        "unset it, or set 1 or more",
+    ),
 )
 """HAL's own."""
 

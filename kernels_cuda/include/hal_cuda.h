@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define HAL_CUDA_ABI 4
+#define HAL_CUDA_ABI 5
 
 /* What a kernel that could not go on leaves in pinned memory; the first to fail writes it. */
 enum { HAL_CUDA_OK = 0, HAL_CUDA_TIMEOUT = 1, HAL_CUDA_BAD_INPUT = 2, HAL_CUDA_MIXED_HANDLES = 3 };
@@ -142,6 +142,7 @@ typedef struct hal_cuda_combine_args {
     int32_t tokens, weighted, carries_weights, scratch_slot, push, phases;
     int32_t late_done; /* pull: x may not be written before the next dispatch, so nobody waits for its readers here */
     int32_t blocks, threads, push_blocks;
+    int32_t fly_ahead; /* pull, more rows than the blocks' warps: through shared memory, many at a time */
 } hal_cuda_combine_args;
 
 typedef struct hal_cuda_properties {

@@ -6,6 +6,7 @@
 #include "combine.cuh"
 #include "launch.cuh"
 #include "rows.cuh"
+#include "rows_ahead.cuh"
 
 namespace hal::cuda {
 namespace {
@@ -98,128 +99,6 @@ __device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_
     add_biases<Type>(ep, a, token, sum);
 }
 
-// Rows that a warp's sums will need, on their way into shared memory: kAhead pieces of them, also those of later units. In
-// registers (add_rows) nothing would be on its way while a warp sums and stores, and a multiprocessor would move half as much.
-// Each slot's n-th copy is a piece of a row; or nothing, for a unit without rows.
-constexpr int kAhead = 6;
-
-template <class Rows>
-class RowsAhead {
-  public:
-    static constexpr std::size_t shared_bytes(int threads) {
-        return static_cast<std::size_t>(threads / 32) * kAhead * (kSlotVectors * sizeof(uint4) + sizeof(Arrival));
-    }
-    // After what made the rows visible. `next`: the terms of the tickets' first unit.
-    __device__ RowsAhead(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const RowCut& cut, const Tickets& units,
-                         const Terms<Rows>& next, const std::uint64_t* rows)
-        : ep_(ep), a_(a), cut_(cut), units_(units), next_(next), rows_(rows) {
-        if (lane_id() == 0)
-            for (slot_ = 0; slot_ < kAhead; ++slot_) begin_arrivals(arrival());
-        order_copies();
-        __syncwarp();
-        for (slot_ = 0; slot_ < kAhead; ++slot_) send();
-        slot_ = 0;
-    }
-    // The next unit, and how many rows make it up; false after the last.
-    __device__ bool unit(int& unit, int& count) {
-        if (done_ == begun_) return false;
-        unit = __shfl_sync(0xffffffffu, queued_unit_, done_), count = __shfl_sync(0xffffffffu, queued_count_, done_);
-        done_ = (done_ + 1) & 31;
-        return true;
-    }
-    // Adds the next row of that unit; of a unit without rows (`there` = false), nothing.
-    template <class Type>
-    __device__ void add_to(Sum<Type>& sum, bool there) {
-        await_arrival(arrival(), turn_);
-        uint4 v[kSumVectors];
-#pragma unroll
-        for (int i = 0; i < kSumVectors; ++i) v[i] = slot()[sum.offset(i)];
-        const float weight = Rows::kWeighted ? __shfl_sync(0xffffffffu, weights_, slot_) : 1.0f;
-        __syncwarp();  // all have read it
-        send();
-        if (++slot_ == kAhead) slot_ = 0, turn_ ^= 1;
-        if (there) sum.template add<Rows::kWeighted>(v, weight);
-    }
-
-  private:
-    static constexpr int kSlotVectors = kSumVectors * 32;
-    // The next row's piece, into slot_.
-    __device__ void send() {
-        if (left_ == 0 && !begin_unit()) return;
-        if (left_ != 0) {
-            const int lane = lowest_lane(left_);
-            const auto* row = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, address_, lane));
-            if (Rows::kWeighted) {
-                const float weight = __shfl_sync(0xffffffffu, terms_.weight, lane);
-                if (lane_id() == slot_) weights_ = weight;
-            }
-            const int first = piece_ * cut_.vectors, vectors = min(cut_.vectors, cut_.row_vectors - first);
-            copy_to_shared(slot(), reinterpret_cast<const uint4*>(row) + first, vectors, arrival());
-            left_ &= left_ - 1;
-            if (left_ == 0) more_terms();
-        } else {
-            copy_to_shared(slot(), nullptr, 0, arrival());
-        }
-    }
-    // False after the last.
-    __device__ bool begin_unit() {
-        if (!units_.more()) return false;
-        const int unit = units_.unit();
-        token_ = unit / cut_.pieces, piece_ = unit - token_ * cut_.pieces, start_ = 0;
-        terms_ = next_;
-        units_.advance();
-        next_ = look_up();  // while this unit's rows fly
-        point();
-        int count = __popc(left_);
-        for (int start = 32; start < terms_.count(ep_); start += 32)
-            count += __popc(Terms<Rows>(ep_, a_, token_, start).lanes());
-        if (lane_id() == begun_) queued_unit_ = unit, queued_count_ = count;
-        begun_ = (begun_ + 1) & 31;  // at most kAhead + 1 are queued
-        if (left_ == 0) more_terms();
-        return true;
-    }
-    // More than 32 ranks: the next that have rows.
-    __device__ void more_terms() {
-        while (left_ == 0 && start_ + 32 < terms_.count(ep_)) {
-            start_ += 32;
-            terms_ = Terms<Rows>(ep_, a_, token_, start_);
-            point();
-        }
-    }
-    __device__ void point() {
-        left_ = terms_.lanes();
-        const int rank = terms_.row < 0 ? -1 : terms_.rank(ep_, start_);
-        address_ = rank < 0 ? 0ull
-                            : reinterpret_cast<unsigned long long>(at_peer(ep_, rank, rows_[rank])) +
-                                  static_cast<unsigned long long>(terms_.row) * ep_.combine_row_bytes;
-    }
-    __device__ Terms<Rows> look_up() const {
-        return units_.more() ? Terms<Rows>(ep_, a_, units_.unit() / cut_.pieces, 0) : Terms<Rows>();
-    }
-    __device__ uint4* slot() const {
-        return dynamic_shared<uint4>() + static_cast<std::size_t>(warp_id() * kAhead + slot_) * kSlotVectors;
-    }
-    __device__ Arrival* arrival() const {
-        auto* all = reinterpret_cast<Arrival*>(dynamic_shared<uint4>() + warps_in_block() * kAhead * kSlotVectors);
-        return all + warp_id() * kAhead + slot_;
-    }
-
-    const hal_cuda_ep& ep_;
-    const hal_cuda_combine_args& a_;
-    const RowCut& cut_;
-    Tickets units_;
-    Terms<Rows> next_, terms_;  // of the tickets' unit, and of the one whose rows are being sent
-    const std::uint64_t* rows_;
-    int token_ = 0, piece_ = 0, start_ = 0;  // that one
-    unsigned left_ = 0;                      // its rows that have yet to be sent
-    unsigned long long address_ = 0;
-    int slot_ = 0;
-    unsigned turn_ = 0;                       // parity of the slots' copies
-    int begun_ = 0, done_ = 0;                // units, modulo 32
-    int queued_unit_ = 0, queued_count_ = 0;  // lane i: of the i-th
-    float weights_ = 1.0f;                    // lane i: of slot i's row
-};
-
 __device__ void fetch_weights(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, const std::uint64_t* weights,
                               int token) {
     if (lane_id() >= ep.topk) return;
@@ -243,7 +122,7 @@ __device__ void tell_done(const hal_cuda_ep& ep) {
         if (peer != ep.rank) add_release(done_at(ep, peer, ep.rank), share_of_round());
 }
 
-template <class Type, class Rows>
+template <class Type, class Rows, bool kFlyAhead>
 __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, Counters& counters,
                         std::uint64_t epoch) {
     __shared__ std::uint64_t rows[kMaxRanks], weights[kMaxRanks];
@@ -271,15 +150,8 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
     if (__syncthreads_and(alive) == 0) return;
     auto* out = reinterpret_cast<char*>(a.out);
     // At most one unit for each warp: the peers are told as soon as their rows are in registers, before this rank's stores.
-    const bool once = units <= warps;
-    if (once) {
-        const int token = t.more() ? t.unit() / cut.pieces : 0, piece = t.more() ? t.unit() - token * cut.pieces : 0;
-        Sum<Type> sum(cut, piece);
-        if (t.more()) sum_terms<Type, Rows>(ep, a, rows, token, terms, sum);
-        if (t.more() && a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
-        tell_done(ep);
-        if (t.more()) sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
-    } else {
+    const bool once = !kFlyAhead && units <= warps;
+    if constexpr (kFlyAhead) {
         RowsAhead<Rows> ahead(ep, a, cut, t, terms, rows);
         for (int unit, count; ahead.unit(unit, count);) {
             const int token = unit / cut.pieces, piece = unit - token * cut.pieces;
@@ -290,8 +162,21 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
             if (a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
             sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
         }
-        tell_done(ep);
     }
+    while (!kFlyAhead && (t.more() || once)) {
+        const bool mine = t.more();
+        const int token = mine ? t.unit() / cut.pieces : 0, piece = mine ? t.unit() - token * cut.pieces : 0;
+        t.advance();
+        const Terms<Rows> next = look_up();  // while this unit's rows fly
+        Sum<Type> sum(cut, piece);
+        if (mine) sum_terms<Type, Rows>(ep, a, rows, token, terms, sum);
+        if (mine && a.carries_weights && piece == 0) fetch_weights(ep, a, weights, token);
+        if (once) tell_done(ep);
+        if (mine) sum.store(out + static_cast<std::size_t>(token) * ep.combine_row_bytes);
+        if (once) break;
+        terms = next;
+    }
+    if (!once) tell_done(ep);
     // The caller may change its rows once this launch has ended, so it ends when the peers have read them; unless the caller
     // was promised less (ep.expert_output).
     if (blockIdx.x != 0 || a.late_done) return;
@@ -299,7 +184,7 @@ __device__ void receive(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, C
         if (peer != ep.rank) wait_at_least(ep, done_at(ep, ep.rank, peer), epoch * kRound, HAL_CUDA_STAGE_DONE, peer);
 }
 
-template <class Type, class Rows>
+template <class Type, class Rows, bool kFlyAhead>
 __global__ void __launch_bounds__(512, 1)
     combine_pull_kernel(const __grid_constant__ hal_cuda_ep ep, const __grid_constant__ hal_cuda_combine_args a) {
     auto* prefix = dynamic_shared<unsigned>();
@@ -311,20 +196,26 @@ __global__ void __launch_bounds__(512, 1)
     const bool sends = (a.phases & HAL_CUDA_SEND) != 0;
     const std::uint64_t epoch = launch.finished + (sends ? 1 : 0);
     if (sends) send(ep, a, counters, epoch, prefix);
-    if ((a.phases & HAL_CUDA_RECV) != 0) receive<Type, Rows>(ep, a, counters, epoch);
+    if ((a.phases & HAL_CUDA_RECV) != 0) receive<Type, Rows, kFlyAhead>(ep, a, counters, epoch);
     launch.end(sends, (a.phases & HAL_CUDA_RECV) != 0 ? epoch : 0);
+}
+
+template <class Type, class Rows>
+int pull_rows(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
+    const int units = a.tokens * RowCut(ep.combine_row_bytes, kSumVectors).pieces;
+    const bool ahead = a.fly_ahead != 0 && units > a.blocks * (a.threads / 32);
+    // copy_in's prefix, and then the rows.
+    const std::size_t prefix = (ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64;
+    const std::size_t shared = std::max(prefix, ahead ? RowsAhead<Rows>::shared_bytes(a.threads) : 0);
+    const auto kernel = ahead ? combine_pull_kernel<Type, Rows, true> : combine_pull_kernel<Type, Rows, false>;
+    return launch_early(kernel, ep.device, a.blocks, a.threads, shared, stream, "combine", ep, a);
 }
 
 template <class Type>
 int pull(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
-    // copy_in's prefix; then, if a warp has more than one unit, rows on their way.
-    const int units = a.tokens * RowCut(ep.combine_row_bytes, kSumVectors).pieces;
-    const std::size_t ahead = units <= a.blocks * (a.threads / 32) ? 0 : RowsAhead<RankRows>::shared_bytes(a.threads);
-    const std::size_t shared = std::max<std::size_t>((ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64, ahead);
-    const auto kernel = !ep.expert_layout ? combine_pull_kernel<Type, RankRows>
-                        : a.weighted      ? combine_pull_kernel<Type, WeightedExpertRows>
-                                          : combine_pull_kernel<Type, ExpertRows>;
-    return launch_early(kernel, ep.device, a.blocks, a.threads, shared, stream, "combine", ep, a);
+    return !ep.expert_layout ? pull_rows<Type, RankRows>(ep, a, stream)
+           : a.weighted      ? pull_rows<Type, WeightedExpertRows>(ep, a, stream)
+                             : pull_rows<Type, ExpertRows>(ep, a, stream);
 }
 
 }  // namespace

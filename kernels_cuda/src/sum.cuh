@@ -68,39 +68,33 @@ struct Float32 {
 // float32 sums they still fit in the registers of 512 threads.
 constexpr int kSumVectors = 4, kSumRows = 3;
 
-// A lane's vectors of a piece of a row.
-struct Span {
+template <class Type>
+struct Sum {
+    float value[kSumVectors][Type::kValues];
     int first, end;
 
-    __device__ Span(const RowCut& cut, int piece)
-        : first(piece * cut.vectors + static_cast<int>(threadIdx.x & 31)),
-          end(min((piece + 1) * cut.vectors, cut.row_vectors)) {}
-    // Beyond the end the last vector, which is loaded and added again, and not stored: no branches between loads, nor between
-    // sums.
-    __device__ const uint4* at(const char* row, int i) const {
-        return reinterpret_cast<const uint4*>(row) + min(first + i * 32, end - 1);
+    __device__ Sum(const RowCut& cut, int piece) {
+        first = piece * cut.vectors + (threadIdx.x & 31);
+        end = min((piece + 1) * cut.vectors, cut.row_vectors);
+        clear();
     }
-    // The same, counted from the piece's begin.
-    __device__ int offset(int i) const {
-        const int lane = static_cast<int>(threadIdx.x & 31);
-        return min(first + i * 32, end - 1) - (first - lane);
-    }
-};
-
-template <class Type>
-struct Sum : Span {
-    float value[kSumVectors][Type::kValues];
-
-    __device__ Sum(const RowCut& cut, int piece) : Span(cut, piece) { clear(); }
     __device__ void clear() {
 #pragma unroll
         for (int i = 0; i < kSumVectors; ++i)
 #pragma unroll
             for (int j = 0; j < Type::kValues; ++j) value[i][j] = 0.0f;
     }
+    // Beyond the end the last vector is loaded and added again, and not stored: no branches between loads, nor between sums.
     __device__ void load(const char* row, uint4* v) const {
 #pragma unroll
-        for (int i = 0; i < kSumVectors; ++i) v[i] = __ldcg(at(row, i));
+        for (int i = 0; i < kSumVectors; ++i)
+            v[i] = __ldcg(reinterpret_cast<const uint4*>(row) + min(first + i * 32, end - 1));
+    }
+    // The same of a piece alone, in shared memory.
+    __device__ void load_piece(const uint4* piece, uint4* v) const {
+        const int lane = static_cast<int>(threadIdx.x & 31);
+#pragma unroll
+        for (int i = 0; i < kSumVectors; ++i) v[i] = piece[min(first + i * 32, end - 1) - (first - lane)];
     }
     template <bool kWeighted>
     __device__ void add(const uint4* v, float weight) {
