@@ -13,7 +13,7 @@ from hal_cuda.facts import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "2026-11-30-cuda-expert-parallel.json"
-SUITE = RECORD.with_name("2026-11-30-214753-gpu-suite.json")
+SUITE = RECORD.with_name("2026-11-30-231341-gpu-suite.json")
 
 
 @pytest.fixture(scope="module")
