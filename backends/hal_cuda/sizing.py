@@ -57,7 +57,7 @@ class Tuning:
     push_warps: int = 768
     """Of a dispatch of layout expert, the warps that push rows to other ranks before all else: enough for the link, which is
     each GPU's own, so that their number does not grow with that of the peers."""
-    few_blocks: int = 20
+    few_blocks: int = 24
     """Up to so many combine_blocks, a combine by pull has rows on their way while it sums (docs/performance_cuda.md)."""
 
 
