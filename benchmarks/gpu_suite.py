@@ -263,11 +263,11 @@ PARTS = (
     Part("tests", 210, tests),
     Part("benchmark", 30, benchmark),
     Part("hosts", 50, hosts, no_layout),
-    Part("memcheck", 70, memcheck, no_sanitizer),
+    Part("memcheck", 80, memcheck, no_sanitizer),
     Part("litmus", 60, litmus),
     Part("software-nic", 65, software_nic, not_in_rehearsal),
     Part("contract", 215, contract, usual=False),
-    Part("racecheck", 95, racecheck, no_sanitizer_twice, usual=False),
+    Part("racecheck", 110, racecheck, no_sanitizer_twice, usual=False),
     Part("hosts-tests", 290, hosts_tests, not_in_rehearsal, usual=False),
 )
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows that a warp's sums will need, on their way into shared memory: pieces of the next kAhead rows, also those of later units.
 // With rows in registers (add_rows) nothing is on its way while a warp sums and stores. For few blocks, which need every byte in
-// flight: 16 then combine as fast as 24, but 32 move less than through registers, and why is not known
+// flight: 16 then combine nearly as fast as 24, but 32 move less than through registers, and why is not known
 // (docs/performance_cuda.md).
 #pragma once
 #include "combine.cuh"

@@ -12,6 +12,7 @@ With --emulated some of these rounds run on CPUs, without compute-sanitizer: tha
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,12 @@ def main() -> None:
     pair.close()
     pair = Pair(timeout=60.0, nodes=2, transport=transport)
     rounds(pair, SIZES, layout="expert", schedule="hierarchical")
+    pair.close()
+    # Few blocks: combine has rows on their way into shared memory.
+    os.environ.update(HAL_CUDA_SMS="1", HAL_CUDA_COMBINE="pull")
+    pair = Pair(timeout=60.0, transport=transport)
+    for layout in ("rank", "expert"):
+        rounds(pair, [[40, 30], [0, 40]], layout=layout, max_tokens=40, hidden=1040)
     pair.close()
     print("rounds passed")
 
