@@ -114,7 +114,7 @@ def tests(machine: Machine) -> Iterator[Step]:
     # What test_device_litmus.py plays is a part of its own, with the histograms, and so is what runs over hosts.
     apart = ("test_device_litmus.py", *OVER_HOSTS)
     chosen = (
-        ["tests/cuda", *(f"--ignore=tests/cuda/{name}" for name in apart)]
+        ["tests/cuda", f"--ranks={max(machine.ranks, 2)}", *(f"--ignore=tests/cuda/{name}" for name in apart)]
         if not machine.rehearse
         else ["tests/cuda/test_oracle.py", "-k", "bfloat16-rank-direct"]
     )

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 
 import hosts_ranks
 from hosts_rounds import a_case
-from pair import Pair
+from ranks import Ranks
 
 EMULATED = {"module": "test_hosts_ranks", "transport": "gin_emulated"}
 
@@ -46,11 +46,25 @@ def test_processes_stay_until_one_fails():
     assert not {pid for _, pid, _ in first} & {pid for _, pid, _ in hosts_ranks.run("who", 2, 2, **EMULATED)}
 
 
-def test_two_ranks_are_refused_what_breaks_the_contract():
-    """What tests/cuda/test_running.py runs on two GPUs, where nothing but the kernels looks at ids."""
-    pair = Pair(timeout=60.0, transport="gin_emulated")
-    pair.run("refusals")
-    pair.close()
+@pytest.mark.parametrize("number", [2, 4])
+def test_what_runs_on_gpus_runs_on_any_number_of_ranks(number: int) -> None:
+    """Bodies of tests/cuda, where nothing but the kernels looks at ids."""
+    ranks = Ranks(number, timeout=60.0, transport="gin_emulated")
+    ranks.run("refusals")
+    ranks.run("words")
+    common = {"num_experts": 2, "top_k": 2, "hidden": 64, "max_tokens": 8, "num_buffers": 3}
+    for layout in ("rank", "expert"):
+        ranks.run("rounds", {**common, "layout": layout}, [[5, 3], [0, 4]], {})
+        ranks.run("many_rounds", {**common, "layout": layout, "num_experts": 8}, 12)
+    ranks.close()
+
+
+def test_sums_by_rank_run_on_four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAL_CUDA_EMULATOR_ONE_DOMAIN", "1")
+    ranks = Ranks(4, nodes=4, timeout=60.0, transport="gin_emulated")
+    settings = {"num_experts": 8, "top_k": 3, "hidden": 64, "max_tokens": 8, "num_buffers": 3, "layout": "expert"}
+    ranks.run("rounds", {**settings, "schedule": "hierarchical"}, [[5, 3], [0, 4]], {})
+    ranks.close()
 
 
 def test_rounds_run_there():

@@ -15,6 +15,7 @@ from hal_cuda.facts import of_session
 
 import hal
 from hal.config import QUANTISED_DTYPES, ExpertParallelSpec
+from hal.placing import settle
 
 FIELDS = ("x", "scales", "topk_idx", "topk_weights", "tokens_per_expert", "expert_offsets")
 
@@ -147,14 +148,25 @@ class Round:
         return y
 
 
+def spread(sizes: list[int], ranks: int) -> list[int]:
+    """Tokens of every rank: those given, by turns."""
+    return [sizes[rank % len(sizes)] for rank in range(ranks)]
+
+
+def divided(settings: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """``settings`` with at least their number of experts, as many on each rank."""
+    return {**settings, "num_experts": -(-settings["num_experts"] // ranks) * ranks}
+
+
 def rounds(comm: hal.Communicator, settings: dict[str, Any], counts: list[list[int]], options: dict[str, Any]) -> None:
     """Rounds of the given token counts through one ExpertParallel, in every form that dispatch and combine have."""
-    with comm.expert_parallel(**settings) as ep:
+    with comm.expert_parallel(**divided(settings, comm.world_size)) as ep:
         expert = ep.spec.layout == "expert"
         other = ep.spec.dtype != ep.spec.combine_dtype
         by_rank = ep.spec.schedule == "hierarchical" and comm.config.topology.nodes > 1
         for number, sizes in enumerate(counts):
-            r = Round(comm, ep, sizes, 100 * number + options.get("seed", 1) + number, options.get("skew", 0.0))
+            seed = 101 * number + options.get("seed", 1)
+            r = Round(comm, ep, spread(sizes, comm.world_size), seed, options.get("skew", 0.0))
             out = r.dispatch()
             r.combine(out.handle, 7, by_rank=by_rank)
             r.combine(out.handle, 8, into=None if other else out.x, weighted=expert, biases=number % 3, by_rank=by_rank)
@@ -179,7 +191,7 @@ def large(comm: hal.Communicator, settings: dict[str, Any], counts: list[int], o
     """One large round, with results compared whole."""
     with comm.expert_parallel(**settings) as ep:
         by_rank = ep.spec.schedule == "hierarchical" and comm.config.topology.nodes > 1
-        r = Round(comm, ep, counts, 3, options.get("skew", 0.0))
+        r = Round(comm, ep, spread(counts, comm.world_size), 3, options.get("skew", 0.0))
         for i in range(2):
             out = r.dispatch()
             into = None if ep.spec.dtype in QUANTISED_DTYPES or i else out.x
@@ -188,18 +200,19 @@ def large(comm: hal.Communicator, settings: dict[str, Any], counts: list[int], o
 
 
 def words(comm: hal.Communicator) -> None:
-    """Puts, signals, waits, quiets and barriers between the two GPUs."""
-    me, peer = comm.rank, 1 - comm.rank
+    """Puts, signals, waits, quiets and barriers of every rank to the next."""
+    me, device = comm.rank, device_of(comm)
+    peer, source = (me + 1) % comm.world_size, (me - 1) % comm.world_size
     window = comm.window(1 << 20)
     queue = comm.queue(0)
-    mine = torch.as_tensor(hal.to_kind(window.buffer, torch.empty(0)), device=f"cuda:{me}")
+    mine = torch.as_tensor(hal.to_kind(window.buffer, torch.empty(0)), device=device)
     for turn in range(1, 30):
-        data = torch.full((1000 + turn,), turn + 100 * me, dtype=torch.uint8, device=f"cuda:{me}")
-        torch.cuda.synchronize()
+        data = torch.full((1000 + turn,), turn + 25 * me, dtype=torch.uint8, device=device)
+        settle(device)
         queue.put(window, 16 * turn + 1, data, peer)
         queue.signal(3, peer, 1)
-        assert comm.wait(3, turn, source=peer) >= turn
-        assert bool((mine[16 * turn + 1 : 16 * turn + 1001 + turn] == turn + 100 * peer).all())
+        assert comm.wait(3, turn, source=source) >= turn
+        assert bool((mine[16 * turn + 1 : 16 * turn + 1001 + turn] == turn + 25 * source).all())
         queue.quiet()
         comm.barrier()
     queue.put(window, 0, b"from the host's memory", peer, order="strong", signal=(4, 7, "set"))
@@ -210,10 +223,10 @@ def words(comm: hal.Communicator) -> None:
 
 
 def timeouts(comm: hal.Communicator) -> str:
-    """Rank 1 stays away; rank 0 must be told so, in time."""
+    """Rank 1 stays away; the others must be told so, in time."""
     ep = comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, timeout=1.0)
-    x = torch.zeros(4, 64, dtype=torch.bfloat16, device=f"cuda:{comm.rank}")
-    idx = torch.tensor([[0, 5]] * 4, device=f"cuda:{comm.rank}")
+    x = torch.zeros(4, 64, dtype=torch.bfloat16, device=device_of(comm))
+    idx = torch.tensor([[0, 5]] * 4, device=device_of(comm))
     if comm.rank == 1:
         time.sleep(4.0)
         return "slept"
@@ -226,10 +239,10 @@ def timeouts(comm: hal.Communicator) -> str:
 
 
 def killed(comm: hal.Communicator) -> None:
-    """Rank 1's process ends while rank 0's kernel waits for it; rank 0 must be told at once."""
+    """Rank 1's process ends while the others' kernels wait for it; they must be told at once."""
     ep = comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, timeout=60.0)
-    x = torch.zeros(4, 64, dtype=torch.bfloat16, device=f"cuda:{comm.rank}")
-    idx = torch.tensor([[0, 5]] * 4, device=f"cuda:{comm.rank}")
+    x = torch.zeros(4, 64, dtype=torch.bfloat16, device=device_of(comm))
+    idx = torch.tensor([[0, 5]] * 4, device=device_of(comm))
     ep.dispatch(x, idx)
     comm.barrier()
     if comm.rank == 1:
@@ -243,9 +256,10 @@ def killed(comm: hal.Communicator) -> None:
 
 
 def refusals(comm: hal.Communicator) -> None:
-    """Ids that break the contract are refused where they were given, before any row moves; the other rank's dispatch is then
+    """Ids that break the contract are refused where they were given, before any row moves; the other ranks' dispatch is then
     for the next one given there."""
-    device = device_of(comm)
+    device, local = device_of(comm), 8 // comm.world_size
+    received = 4 * comm.world_size if comm.rank in (0 // local, 5 // local) else 0
     for layout in ("rank", "expert"):
         with comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, layout=layout) as ep:
             x = torch.ones(4, 64, dtype=torch.bfloat16, device=device)
@@ -256,7 +270,7 @@ def refusals(comm: hal.Communicator) -> None:
                     ids[2] = torch.tensor(bad, device=device)
                     with pytest.raises(hal.ContractError, match=word):
                         ep.dispatch(x, ids)
-                assert len(ep.dispatch(x, good).x) == 8
+                assert len(ep.dispatch(x, good).x) == received
             handle = ep.dispatch(x, good).handle
             with pytest.raises(hal.ContractError, match="handle"):
                 mixed(ep, x, good, handle if comm.rank == 0 else None)
@@ -277,7 +291,7 @@ def many_rounds(comm: hal.Communicator, settings: dict[str, Any], number: int) -
     random = torch.Generator().manual_seed(comm.rank)
     with comm.expert_parallel(**settings) as ep:
         most = ep.spec.max_tokens
-        sizes = torch.randint(0, most + 1, (number, 2), generator=torch.Generator().manual_seed(9)).tolist()
+        sizes = torch.randint(0, most + 1, (number, comm.world_size), generator=torch.Generator().manual_seed(9)).tolist()
         prepared = [Round(comm, ep, size, i) for i, size in enumerate(sizes[:25])]
         wanted = [
             oracle.combine(
@@ -289,7 +303,7 @@ def many_rounds(comm: hal.Communicator, settings: dict[str, Any], number: int) -
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         for i in range(number):
             r, y_wanted = prepared[i % len(prepared)], wanted[i % len(prepared)]
-            if i % 7 == comm.rank:
+            if i % 7 == comm.rank and device.startswith("cuda"):
                 torch.cuda._sleep(int(torch.randint(0, 400_000, (1,), generator=random)))
             if i % 50 == 13 + comm.rank:
                 time.sleep(0.003)
@@ -318,7 +332,7 @@ def frameworks(comm: hal.Communicator) -> None:
     import cupy
 
     with comm.expert_parallel(num_experts=8, top_k=2, hidden=64, max_tokens=16, dtype="float32") as ep:
-        r = Round(comm, ep, [9, 5], 4)
+        r = Round(comm, ep, spread([9, 5], comm.world_size), 4)
         me = comm.rank
         with cupy.cuda.Device(me):
             out = ep.dispatch(

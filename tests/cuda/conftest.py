@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the CUDA backend on two GPUs; on one, those marked ``cuda(gpus=1)``. Each run leaves a dated JSON in
-benchmarks/results/."""
+"""Tests of the CUDA backend on two GPUs, or on --ranks of them; on one, those marked ``cuda(gpus=1)``. Each run leaves a dated
+JSON in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ _outcomes: dict[str, str] = {}
 _facts: dict[str, Any] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ranks", type=int, default=2, help="tests/cuda: ranks within one NVLink domain, a GPU each (default 2)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     probe = SPEC.probe()
     for item in items:
         mark = item.get_closest_marker("cuda")
         if mark is None or Path(__file__).parent not in item.path.parents:
             continue
-        needed = mark.kwargs.get("gpus", 2)
+        needed = mark.kwargs.get("gpus", config.getoption("--ranks", default=2))
         if not probe.usable:
             item.add_marker(pytest.mark.skip(reason=f"{probe.reason}; {probe.fix}"))
         elif gpus() < needed:
@@ -36,24 +40,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[Any]:
-    """Two ranks that stay for all tests, and start again after one that failed."""
-    from pair import Pair
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Ranks that stay for all tests, and start again after one that failed."""
+    from ranks import Ranks
 
-    ranks = Pair()
-    _facts.update(ranks.run("facts")[0])
-    yield ranks
-    ranks.close()
+    started = Ranks(request.config.getoption("--ranks"))
+    _facts.update(started.run("facts")[0])
+    yield started
+    started.close()
 
 
 @pytest.fixture
-def summing_pair() -> Iterator[Any]:
-    """Two ranks, each a node of its own: schedule hierarchical then sums by rank."""
-    from pair import Pair
+def summing_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Ranks of which each is a node of its own: schedule hierarchical then sums by rank."""
+    from ranks import Ranks
 
-    ranks = Pair(nodes=2)
-    yield ranks
-    ranks.close()
+    number = request.config.getoption("--ranks")
+    started = Ranks(number, nodes=number)
+    yield started
+    started.close()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

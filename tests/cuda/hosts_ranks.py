@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pair import serve
+from ranks import serve
 
 TESTS = str(Path(__file__).parents[1])
 KEPT = 2

@@ -24,33 +24,33 @@ SIZES = [[5, 3], [0, 4], [2, 0]]
 
 
 def main() -> None:
-    from pair import Pair
+    from ranks import Ranks
 
     transport = "gin_emulated" if "--emulated" in sys.argv[1:] else None
     began = time.monotonic()
 
-    def rounds(pair: Pair, sizes: list[list[int]], **settings: Any) -> None:
+    def rounds(ranks: Ranks, sizes: list[list[int]], **settings: Any) -> None:
         print(f"{settings}, tokens of the ranks {sizes}", flush=True)
         common = {"num_experts": 8, "top_k": 2, "hidden": 64, "num_buffers": 3, "max_tokens": 8}
-        pair.run("rounds", {**common, **settings}, sizes, {}, seconds=200.0)
+        ranks.run("rounds", {**common, **settings}, sizes, {}, seconds=200.0)
         print(f"passed; {time.monotonic() - began:.1f} s since the start", flush=True)
 
-    pair = Pair(timeout=60.0, transport=transport)
+    ranks = Ranks(timeout=60.0, transport=transport)
     for layout in ("rank", "expert"):
         for schedule in ("direct", "latency"):
-            rounds(pair, SIZES, layout=layout, schedule=schedule)
+            rounds(ranks, SIZES, layout=layout, schedule=schedule)
     if transport is None:
-        rounds(pair, [[1040, 30]], max_tokens=1100)
-    pair.close()
-    pair = Pair(timeout=60.0, nodes=2, transport=transport)
-    rounds(pair, SIZES, layout="expert", schedule="hierarchical")
-    pair.close()
+        rounds(ranks, [[1040, 30]], max_tokens=1100)
+    ranks.close()
+    ranks = Ranks(timeout=60.0, nodes=2, transport=transport)
+    rounds(ranks, SIZES, layout="expert", schedule="hierarchical")
+    ranks.close()
     # Few blocks: combine has rows on their way into shared memory.
     os.environ.update(HAL_CUDA_SMS="1", HAL_CUDA_COMBINE="pull")
-    pair = Pair(timeout=60.0, transport=transport)
+    ranks = Ranks(timeout=60.0, transport=transport)
     for layout in ("rank", "expert"):
-        rounds(pair, [[40, 30], [0, 40]], layout=layout, max_tokens=40, hidden=1040)
-    pair.close()
+        rounds(ranks, [[40, 30], [0, 40]], layout=layout, max_tokens=40, hidden=1040)
+    ranks.close()
     print("rounds passed")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine on two GPUs, bit for bit, in every form: layouts, types, schedules, halves, handles, weights."""
+"""Dispatch and combine on GPUs, bit for bit, in every form: layouts, types, schedules, halves, handles, weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hal.config import QUANTISED_DTYPES
 
 pytestmark = pytest.mark.cuda
 
+# Tokens of two ranks; further ranks have as many as those, by turns.
 SMALL = [[16, 16], [0, 5], [7, 0], [0, 0], [1, 1], [13, 16]]
 PUSHED = [[600, 513], [0, 700], [700, 1], [33, 64]]
 
@@ -22,9 +23,9 @@ def settings(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("schedule", ["direct", "latency"])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-def test_types_and_layouts(pair, layout, schedule, dtype):
+def test_types_and_layouts(ranks, layout, schedule, dtype):
     scales = 4 if dtype in QUANTISED_DTYPES else 0
-    pair.run("rounds", settings(layout=layout, schedule=schedule, dtype=dtype, scale_dim=scales), SMALL, {})
+    ranks.run("rounds", settings(layout=layout, schedule=schedule, dtype=dtype, scale_dim=scales), SMALL, {})
 
 
 @pytest.mark.parametrize(
@@ -43,37 +44,37 @@ def test_types_and_layouts(pair, layout, schedule, dtype):
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-def test_shapes(pair, layout, changes):
-    pair.run("rounds", settings(layout=layout, **changes), SMALL, {})
+def test_shapes(ranks, layout, changes):
+    ranks.run("rounds", settings(layout=layout, **changes), SMALL, {})
 
 
 @pytest.mark.parametrize("alignment", [1, 4, 128])
-def test_groups_are_aligned_and_padded(pair, alignment):
-    pair.run("rounds", settings(layout="expert", alignment=alignment), SMALL, {"skew": 3.0})
+def test_groups_are_aligned_and_padded(ranks, alignment):
+    ranks.run("rounds", settings(layout="expert", alignment=alignment), SMALL, {"skew": 3.0})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
-def test_pushed_rows(pair, dtype):
+def test_pushed_rows(ranks, dtype):
     scales = 4 if dtype in QUANTISED_DTYPES else 0
-    pair.run("rounds", settings(max_tokens=700, num_experts=32, top_k=4, dtype=dtype, scale_dim=scales), PUSHED, {})
+    ranks.run("rounds", settings(max_tokens=700, num_experts=32, top_k=4, dtype=dtype, scale_dim=scales), PUSHED, {})
 
 
 @pytest.mark.parametrize("max_tokens", [16, 700])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
-def test_sums_by_rank(summing_pair, layout, max_tokens):
+def test_sums_by_rank(summing_ranks, layout, max_tokens):
     sizes = SMALL if max_tokens == 16 else PUSHED
-    summing_pair.run("rounds", settings(layout=layout, schedule="hierarchical", max_tokens=max_tokens), sizes, {})
+    summing_ranks.run("rounds", settings(layout=layout, schedule="hierarchical", max_tokens=max_tokens), sizes, {})
 
 
 @pytest.mark.parametrize("skew", [0.0, 2.0])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_large(pair, dtype, layout, skew):
+def test_large(ranks, dtype, layout, skew):
     scales = 56 if dtype in QUANTISED_DTYPES else 0
     changes = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 4096, "num_buffers": 2}
-    pair.run("large", settings(layout=layout, dtype=dtype, scale_dim=scales, **changes), [4096, 3001], {"skew": skew})
+    ranks.run("large", settings(layout=layout, dtype=dtype, scale_dim=scales, **changes), [4096, 3001], {"skew": skew})
 
 
-def test_large_sums_by_rank(summing_pair):
+def test_large_sums_by_rank(summing_ranks):
     changes = {"num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens": 4096, "num_buffers": 2}
-    summing_pair.run("large", settings(layout="expert", schedule="hierarchical", **changes), [4096, 3001], {})
+    summing_ranks.run("large", settings(layout="expert", schedule="hierarchical", **changes), [4096, 3001], {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two rank processes, one a GPU, that run test bodies one after the other; starting them takes seconds, so they stay."""
+"""Rank processes, one a GPU, that run test bodies one after the other; starting them takes seconds, so they stay."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 HERE, TESTS = str(Path(__file__).parent), str(Path(__file__).parents[1])
-RANKS = 2
 
 
-class Pair:
-    """``run(body, *args)`` calls ``bodies.<body>(comm, *args)`` on both ranks and returns their results. ``transport``: None
+class Ranks:
+    """``run(body, *args)`` calls ``bodies.<body>(comm, *args)`` on every rank and returns their results. ``transport``: None
     on GPUs, or one that emulates them."""
 
-    def __init__(self, timeout: float = 10.0, nodes: int = 1, transport: str | None = None) -> None:
-        self._timeout, self._nodes, self._transport = timeout, nodes, transport
+    def __init__(self, number: int = 2, *, timeout: float = 10.0, nodes: int = 1, transport: str | None = None) -> None:
+        self.number, self._timeout, self._nodes, self._transport = number, timeout, nodes, transport
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -51,9 +50,9 @@ class Pair:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         token = secrets.token_hex(16)
-        for rank in range(RANKS):
+        for rank in range(self.number):
             mine, theirs = context.Pipe()
-            place = (rank, token, self._timeout, self._nodes, self._transport)
+            place = (rank, self.number, token, self._timeout, self._nodes, self._transport)
             process = context.Process(target=_serve, args=(theirs, place), daemon=True)
             process.start()
             self._processes.append(process)
@@ -71,8 +70,8 @@ class Pair:
         self._processes, self._pipes = [], []
 
 
-def _serve(pipe: Any, place: tuple[int, str, float, int, str | None]) -> None:
-    rank, token, timeout, nodes, transport = place
+def _serve(pipe: Any, place: tuple[int, int, str, float, int, str | None]) -> None:
+    rank, number, token, timeout, nodes, transport = place
     sys.path[:0] = [HERE, TESTS]
     try:
         import torch
@@ -83,7 +82,7 @@ def _serve(pipe: Any, place: tuple[int, str, float, int, str | None]) -> None:
         if transport is None:
             torch.cuda.set_device(rank)
         config = hal.HalConfig("cuda", transport, hal.TopologyConfig(nodes), timeout=timeout)
-        comm = hal.connect(config, run=Run(rank, RANKS, token, "tests"))
+        comm = hal.connect(config, run=Run(rank, number, token, "tests"))
     except BaseException:
         pipe.recv()
         pipe.send(("error", traceback.format_exc()))
