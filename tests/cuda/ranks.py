@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import multiprocessing
+import os
 import secrets
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,20 @@ HERE, TESTS = str(Path(__file__).parent), str(Path(__file__).parents[1])
 
 class Ranks:
     """``run(body, *args)`` calls ``bodies.<body>(comm, *args)`` on every rank and returns their results. ``transport``: None
-    on GPUs, or one that emulates them."""
+    on GPUs of one NVLink domain, or another. ``variables``: each rank's environment, besides this process's."""
 
-    def __init__(self, number: int = 2, *, timeout: float = 10.0, nodes: int = 1, transport: str | None = None) -> None:
-        self.number, self._timeout, self._nodes, self._transport = number, timeout, nodes, transport
+    def __init__(
+        self,
+        number: int = 2,
+        *,
+        timeout: float = 10.0,
+        nodes: int = 1,
+        transport: str | None = None,
+        variables: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        self.number = number
+        self._config = (nodes, transport, timeout)
+        self._variables = [dict(own) for own in variables] or [{}] * number
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -29,7 +41,8 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((module, body, args))
+            with contextlib.suppress(OSError):  # what it died of is its answer
+                pipe.send((module, body, args))
         answers = self._answers(time.monotonic() + seconds)
         failed = [f"rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if answer[0] != "ok"]
         if failed:
@@ -43,18 +56,19 @@ class Ranks:
             try:
                 ready = pipe.poll(max(deadline - time.monotonic(), 0.1))
                 answers.append(pipe.recv() if ready else ("hung", "no answer in time"))
-            except EOFError:
+            except (EOFError, OSError):
                 answers.append(("died", "the process ended"))
         return answers
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         token = secrets.token_hex(16)
-        for rank in range(self.number):
+        for rank, variables in enumerate(self._variables):
             mine, theirs = context.Pipe()
-            place = (rank, self.number, token, self._timeout, self._nodes, self._transport)
+            place = (rank, self.number, token, *self._config, variables)
             process = context.Process(target=_serve, args=(theirs, place), daemon=True)
             process.start()
+            theirs.close()  # so that a process that ends ends its pipe
             self._processes.append(process)
             self._pipes.append(mine)
 
@@ -63,15 +77,15 @@ class Ranks:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(10)
+            process.kill()
+            process.join()
         self._processes, self._pipes = [], []
 
 
-def _serve(pipe: Any, place: tuple[int, int, str, float, int, str | None]) -> None:
-    rank, number, token, timeout, nodes, transport = place
+def _serve(pipe: Any, place: tuple[int, int, str, int, str | None, float, dict[str, str]]) -> None:
+    rank, number, token, nodes, transport, timeout, variables = place
+    os.environ.update(variables)  # before anything loads CUDA or NCCL
     sys.path[:0] = [HERE, TESTS]
     try:
         import torch
@@ -79,19 +93,14 @@ def _serve(pipe: Any, place: tuple[int, int, str, float, int, str | None]) -> No
         import hal
         from hal.bootstrap import Run
 
-        if transport is None:
-            torch.cuda.set_device(rank)
+        if transport in (None, "gin"):
+            torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks of make-believe hosts may share one
         config = hal.HalConfig("cuda", transport, hal.TopologyConfig(nodes), timeout=timeout)
         comm = hal.connect(config, run=Run(rank, number, token, "tests"))
     except BaseException:
         pipe.recv()
         pipe.send(("error", traceback.format_exc()))
         return
-    serve(pipe, comm)
-
-
-def serve(pipe: Any, comm: Any) -> None:
-    """Run the bodies that are asked for, until None is."""
     while (asked := pipe.recv()) is not None:
         module, body, args = asked
         try:
