@@ -114,11 +114,16 @@ def tests(machine: Machine) -> Iterator[Step]:
     # What test_device_litmus.py plays is a part of its own, with the histograms, and so is what runs over hosts.
     apart = ("test_device_litmus.py", *OVER_HOSTS)
     chosen = (
-        ["tests/cuda", f"--ranks={max(machine.ranks, 2)}", *(f"--ignore=tests/cuda/{name}" for name in apart)]
+        ["tests/cuda", f"--ranks={tested(machine)}", *(f"--ignore=tests/cuda/{name}" for name in apart)]
         if not machine.rehearse
         else ["tests/cuda/test_oracle.py", "-k", "bfloat16-rank-direct"]
     )
     yield Step(pytest(machine, *chosen), read=read_pytest)
+
+
+def tested(machine: Machine) -> int:
+    """Ranks of tests/cuda: as many as divide the experts of its tests."""
+    return max(ranks for ranks in (2, 4, 8) if ranks <= max(machine.ranks, 2))
 
 
 def hosts_tests(machine: Machine) -> Iterator[Step]:

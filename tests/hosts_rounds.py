@@ -188,11 +188,19 @@ def refusals(comm: hal.Communicator, case: HostsCase) -> None:
         given = [as_buffer(layer.target.give(a, rank)) for a in (tokens.x, tokens.topk_idx)]
         return engine.dispatch(given[0], None if state else given[1], None, None, state, None)
 
-    def in_halves(tokens: Tokens) -> Any:
+    def in_halves(tokens: Tokens, on: int | None) -> None:
+        """Refused by the first half, or with a stream by the second, before which the caller's arrays change."""
         given = [as_buffer(layer.target.give(a, rank)) for a in (tokens.x, tokens.topk_idx)]
-        sent = engine.dispatch_send(*given, None, None, None, None)
+        words = "twice" if rank == 1 else "rank 1 gave ids.*Dispatch again"
+        if on is None:
+            with pytest.raises(ContractError, match=words):
+                engine.dispatch_send(*given, None, None, None, None)
+            return
+        sent = engine.dispatch_send(*given, None, None, None, on)
+        engine.drain()
         poison(*(array.owner for array in given))
-        return engine.dispatch_recv(sent, None)
+        with pytest.raises(ContractError, match=words):
+            engine.dispatch_recv(sent, on)
 
     with layer.ep:
         one_round(layer, case, 0)
@@ -205,9 +213,9 @@ def refusals(comm: hal.Communicator, case: HostsCase) -> None:
             handle = one_round(layer, case, 2)  # the others' first try of it met rank 1's error, and moved nothing
         tokens = Tokens(case, case.max_tokens, [5, rank], missing=0.0)
         tokens.topk_idx[3, 1] = tokens.topk_idx[3, 0] if rank == 1 else tokens.topk_idx[3, 1]
-        with pytest.raises(ContractError, match="twice" if rank == 1 else "rank 1 gave ids.*[dD]ispatch again"):
-            in_halves(tokens)
-        one_round(layer, case, 1)
+        for on in (None, engine._session.stream):
+            in_halves(tokens, on)
+            one_round(layer, case, 1)
         with pytest.raises(ContractError, match="handle"):
             dispatch(batch(case, 2)[0][rank], handle._state if rank == 0 else None)
         one_round(layer, case, 2, handle)

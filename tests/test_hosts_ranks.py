@@ -47,7 +47,7 @@ def test_processes_stay_until_one_fails():
 
 
 @pytest.mark.parametrize("number", [2, 4])
-def test_what_runs_on_gpus_runs_on_any_number_of_ranks(number: int) -> None:
+def test_what_runs_on_two_gpus_runs_on_four(number: int) -> None:
     """Bodies of tests/cuda, where nothing but the kernels looks at ids."""
     ranks = Ranks(number, timeout=60.0, transport="gin_emulated")
     ranks.run("refusals")

@@ -82,7 +82,8 @@ class _Emulated:
 
     def tuning(self, spec: ExpertParallelSpec, push: bool) -> Tuning:
         blocks = self.sms  # type: ignore[attr-defined]  # the real session's
-        return Tuning(blocks, blocks, max(blocks - 1, 1), small_threads=threads(), threads=threads())
+        few = blocks if self.rank % 2 == 0 else 0  # type: ignore[attr-defined]  # both ways of combine in every run
+        return Tuning(blocks, blocks, max(blocks - 1, 1), small_threads=threads(), threads=threads(), few_blocks=few)
 
     def close(self) -> None:
         super().close()  # type: ignore[misc]  # the real session's

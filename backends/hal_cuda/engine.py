@@ -128,7 +128,7 @@ class CudaEngine:
         self._faults = Faults(self.library, session.device, session.watch, session.ranks, experts, all_experts)
         self._error = self._faults.record
         self._allocator = Allocator(self.library, session.device, self.device)
-        self.tuning = session.tuning(spec, self._push)
+        self.tuning, self._sms = session.tuning(spec, self._push), session.sms
         self._state_memory = self._allocate(self.library.state_bytes, 0)
         self._dirty = self._allocate(dirty_bytes(spec, world), 0xFF)  # the window is not cleared
         self.library.stream_sync(session.device, 0)
@@ -203,7 +203,12 @@ class CudaEngine:
         pending = self._dispatch(x, topk_idx, topk_weights, scales, state, stream, native.SEND)
         if not arrays_last:
             pending.call = None
-        self._finish(stream)  # callers without streams may change their arrays now
+        try:
+            self._finish(stream)  # callers without streams may change their arrays now
+        except BaseException:
+            self._end_launch(pending)
+            pending.lease.ended = True
+            raise
         self._slots.in_flight += 1
         return pending
 
@@ -553,7 +558,7 @@ class CudaEngine:
         if units > 1024:
             return most, self.tuning.threads
         warps = self.tuning.small_threads // 32
-        return max(min(-(-units // warps), self._session.sms), 1), self.tuning.small_threads
+        return max(min(-(-units // warps), self._sms), 1), self.tuning.small_threads
 
     def _pushing_threads(self, tokens: int) -> int:
         """Of blocks whose warps push a row each and fence together: few tokens are better spread over small blocks."""

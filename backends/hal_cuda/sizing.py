@@ -17,7 +17,7 @@ from hal.errors import ContractError
 SMS = "HAL_CUDA_SMS"
 """Multiprocessors that a dispatch or a combine may take at most; the same on all ranks. The rest is the experts'."""
 PUSHING_SMS = 48
-"""With fewer a combine by push is slower than one by pull."""
+"""With fewer a combine by push was slower than one by pull of rows in the window."""
 
 
 def allowed_sms() -> int | None:

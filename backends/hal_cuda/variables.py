@@ -107,7 +107,7 @@ HAL = (
     Clash("HAL_CUDA_COMBINE", lambda value: value not in ("", "pull", "push"), "combine is pull or push", "unset it"),
     Clash(
         "HAL_CUDA_SMS",
-        lambda value: bool(value) and not re.fullmatch(r"0*[1-9]\d*", value),
+        lambda value: bool(value) and not re.fullmatch(r"0*[1-9][0-9]*", value),
         "it is no number of multiprocessors",
         "unset it, or set 1 or more",
     ),

@@ -51,6 +51,7 @@ inline void copy_to_shared(uint4* to, const uint4* from, int vectors, Arrival* a
     if (emulation::running->lane() == 0) arrival->begin(to, from, vectors);
 }
 inline void await_arrival(Arrival* arrival, unsigned parity) { arrival->await(parity); }
+inline bool copies_fly(int) { return true; }
 
 template <class T>
 T* dynamic_shared() {

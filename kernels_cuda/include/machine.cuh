@@ -69,7 +69,7 @@ __device__ __forceinline__ T load_window(const T* p) {
 }
 
 // A warp's copies into shared memory that go on while it does other things. `Arrival`, in shared memory, tells of one copy after
-// the other: its n-th has arrived when its phase n has ended. GPUs before Hopper copy at once.
+// the other: its n-th has arrived when its phase n has ended. From Hopper on: see copies_fly().
 struct Arrival {
     std::uint64_t word;
 };
@@ -90,9 +90,8 @@ __device__ __forceinline__ void order_copies() {
 }
 // By all lanes together: `vectors` times 16 bytes, which may be none. Nobody may still read what lies at `to`.
 __device__ __forceinline__ void copy_to_shared(uint4* to, const uint4* from, int vectors, Arrival* arrival) {
-    const int lane = threadIdx.x & 31;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (lane != 0) return;
+    if ((threadIdx.x & 31) != 0) return;
     const std::uint32_t bytes = static_cast<std::uint32_t>(vectors) * 16, word = shared_address(&arrival->word);
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(word), "r"(bytes) : "memory");
     if (bytes != 0)
@@ -100,8 +99,6 @@ __device__ __forceinline__ void copy_to_shared(uint4* to, const uint4* from, int
                          shared_address(to)),
                      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(word)
                      : "memory");
-#else
-    for (int i = lane; i < vectors; i += 32) to[i] = __ldcg(from + i);
 #endif
 }
 // By all lanes together: until the copy of phase `parity` (of the copy's number, from 0) has arrived.
@@ -113,10 +110,14 @@ __device__ __forceinline__ void await_arrival(Arrival* arrival, unsigned parity)
                      : "=r"(done)
                      : "r"(shared_address(&arrival->word)), "r"(parity)
                      : "memory");
-#else
-    __syncwarp();
 #endif
 }
+inline int compute_major(int device) {
+    int major = 0;
+    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess ? major : 0;
+}
+// Whether kernels on this device may use the copies above.
+inline bool copies_fly(int device) { return compute_major(device) >= 9; }
 
 // The dynamic shared memory of this block.
 template <class T>
@@ -142,16 +143,13 @@ cudaError_t start_kernel(Kernel kernel, const char*, int blocks, int threads, st
 template <class Kernel, class... Args>
 cudaError_t start_kernel_early(Kernel kernel, int device, const char*, int blocks, int threads, std::size_t shared,
                                cudaStream_t stream, const Args&... args) {
-    int major = 0;
-    if (const cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device))
-        return status;
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared, config.stream = stream;
-    config.attrs = &early, config.numAttrs = major >= 9 ? 1 : 0;
+    config.attrs = &early, config.numAttrs = compute_major(device) >= 9 ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 // Until the kernel before this one in the stream has ended and all that it wrote is visible; then lets the next one be placed.

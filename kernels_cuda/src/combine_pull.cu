@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(512, 1)
 template <class Type, class Rows>
 int pull_rows(const hal_cuda_ep& ep, const hal_cuda_combine_args& a, std::uint64_t stream) {
     const int units = a.tokens * RowCut(ep.combine_row_bytes, kSumVectors).pieces;
-    const bool ahead = a.fly_ahead != 0 && units > a.blocks * (a.threads / 32);
+    const bool ahead = a.fly_ahead != 0 && units > a.blocks * (a.threads / 32) && copies_fly(ep.device);
     // copy_in's prefix, and then the rows.
     const std::size_t prefix = (ep.fixed_slots ? ep.experts + ep.world : 1) * 4 + 64;
     const std::size_t shared = std::max(prefix, ahead ? RowsAhead<Rows>::shared_bytes(a.threads) : 0);

@@ -23,7 +23,8 @@ _facts: dict[str, Any] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ranks", type=int, default=2, help="tests/cuda: ranks within one NVLink domain, a GPU each (default 2)")
+    help_text = "tests/cuda: ranks within one NVLink domain, a GPU each; 2, 4 or 8, which divide the experts of the tests"
+    parser.addoption("--ranks", type=int, default=2, choices=(2, 4, 8), help=help_text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,6 +58,17 @@ def summing_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     number = request.config.getoption("--ranks")
     started = Ranks(number, nodes=number)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def few_sms_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Ranks whose launches take two multiprocessors: combine has rows on their way into shared memory."""
+    from ranks import Ranks
+
+    number = request.config.getoption("--ranks")
+    started = Ranks(number, variables=[{"HAL_CUDA_SMS": "2", "HAL_CUDA_COMBINE": "pull"}] * number)
     yield started
     started.close()
 

@@ -59,6 +59,15 @@ def test_pushed_rows(ranks, dtype):
     ranks.run("rounds", settings(max_tokens=700, num_experts=32, top_k=4, dtype=dtype, scale_dim=scales), PUSHED, {})
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+def test_few_multiprocessors(few_sms_ranks, layout, dtype):
+    scales = 4 if dtype in QUANTISED_DTYPES else 0
+    changes = {"hidden": 2064, "max_tokens": 64, "num_experts": 32, "top_k": 4}
+    sizes = [[64, 50], [0, 64], [64, 1]]
+    few_sms_ranks.run("rounds", settings(layout=layout, dtype=dtype, scale_dim=scales, **changes), sizes, {})
+
+
 @pytest.mark.parametrize("max_tokens", [16, 700])
 @pytest.mark.parametrize("layout", ["rank", "expert"])
 def test_sums_by_rank(summing_ranks, layout, max_tokens):
