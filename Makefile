@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make demo` and `make test` set everything up in .venv and run; nothing else needs to be installed but Python >= 3.11
-# (with venv) and a C++20 compiler. `make help` lists the rest.
+# (with venv and headers) and a C++20 compiler. `make help` lists the rest.
 #
 #   make demo DEMO="workload.tokens=256 topology.nodes=2"     overrides for `hal demo`
 #   make test TESTS="tests/test_config.py -k hydra"           arguments for pytest
@@ -25,7 +25,9 @@ ANSWERS = $(BIN)/python -c 'import os, ssl, sys; from urllib.request import urlo
             tls = ssl.create_default_context(cafile=os.environ.get("PIP_CERT")); \
             urlopen(sys.argv[1], timeout=5, context=tls)' $1 2>/dev/null
 
-CXX_SOURCES := $(shell find kernels_host hal/include -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt)
+# What is compiled here: the native module, the emulated devices and all that they are compiled from.
+CXX_SOURCES := $(shell find kernels_host kernels_cuda kernels_ascend hal/include -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \
+                 -o -name '*.cu' -o -name '*.cuh' -o -name CMakeLists.txt)
 # Sources that clang-format keeps; vendor folders join as they come.
 FORMATTED   := $(shell find kernels_* hal/include -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
