@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what benchmarks/cuda_expert_parallel.py recorded, beside the model of hal_cuda/sizing.py.
+"""Draw what benchmarks/cuda_expert_parallel.py recorded, beside the model of hal_cuda/tuning.py.
 
     python benchmarks/plot_cuda.py benchmarks/results/DATE-cuda-expert-parallel.json [--out FILE.svg]
 
@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate
+from hal_cuda.tuning import Rates, combine_estimate, dispatch_estimate
 
 from hal.config import ExpertParallelSpec
 
@@ -69,7 +69,7 @@ def sweep(record: dict[str, Any]) -> dict[str, Points]:
 
 
 def model(record: dict[str, Any], blocks: list[int]) -> dict[str, Points]:
-    """What hal_cuda/sizing.py says of the sweep, with the fixed times that were fitted."""
+    """What hal_cuda/tuning.py says of the sweep, with the fixed times that were fitted."""
     shape, rates = record["shape"], Rates()
     spec = ExpertParallelSpec(shape["experts"], shape["top_k"], shape["hidden"], LARGE)
     row_bytes = 2 * shape["hidden"]

@@ -29,8 +29,8 @@ from hal_cuda.native import (
     Python,
     SlotView,
 )
-from hal_cuda.sizing import Rates, combine_estimate, dispatch_estimate, fraction_sent, tuning
 from hal_cuda.slots import Slots
+from hal_cuda.tuning import Rates, combine_estimate, dispatch_estimate, fraction_sent, tuning
 
 from hal.config import ExpertParallelSpec
 from hal.errors import BackendUnavailable, CapacityError

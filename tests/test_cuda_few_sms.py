@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_emulator import Scenario, Skewed, emulator
 from hal_cuda.probe import probe_emulator
-from hal_cuda.sizing import SMS, allowed_sms, tuning
+from hal_cuda.tuning import SMS, allowed_sms, tuning
 
 import hal
 from hal import reference

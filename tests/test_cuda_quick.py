@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from cuda_emulator import EXPERT, PUSH, RANK, Round, Scenario
 from hal_cuda import native
+from hal_cuda.array_views import RECEIVED, Part, Views
 from hal_cuda.probe import probe_emulator
 from hal_cuda.slots import Lease
-from hal_cuda.views import RECEIVED, Part, Views
 
 import hal
 from hal.errors import ContractError

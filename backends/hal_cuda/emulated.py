@@ -22,7 +22,7 @@ from hal.errors import ContractError
 from hal_cuda import native
 from hal_cuda.gin_session import Gin, GinSession
 from hal_cuda.session import CudaSession
-from hal_cuda.sizing import Tuning
+from hal_cuda.tuning import Tuning
 
 if TYPE_CHECKING:
     from hal.bootstrap import Bootstrap

@@ -22,15 +22,15 @@ from hal.backend import Received
 from hal.config import ExpertParallelSpec
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal_cuda import native
+from hal_cuda.array_views import RECEIVED, Part, Views, received_views, torch_of
 from hal_cuda.crossing import CHANNELS, Crossing, crossing
 from hal_cuda.faults import Faults, PeerRefused
 from hal_cuda.layout import HandleLayout, Layout, dirty_bytes, handle_layout, layout
 from hal_cuda.memory import Allocator
 from hal_cuda.over_hosts import OverHosts
-from hal_cuda.sizing import PUSHING_SMS, SMS, allowed_sms
 from hal_cuda.slots import Lease, Slots
+from hal_cuda.tuning import PUSHING_SMS, SMS, allowed_sms
 from hal_cuda.variables import software_nic
-from hal_cuda.views import RECEIVED, Part, Views, received_views, torch_of
 
 if TYPE_CHECKING:
     from hal.expert_parallel import ExpertParallel
@@ -519,7 +519,7 @@ class CudaEngine:
     # --- shapes of launches --------------------------------------------------------------------------------------
 
     def tune(self, **changes: int) -> None:
-        """Other numbers of :class:`hal_cuda.sizing.Tuning`, for measurements; before the first dispatch."""
+        """Other numbers of :class:`hal_cuda.tuning.Tuning`, for measurements; before the first dispatch."""
         self.tuning = replace(self.tuning, **changes)
         self._combine_args = self._new_combine_args()
         self._combine_args_at = addressof(self._combine_args)

@@ -24,7 +24,7 @@ from hal.ordering import Order, OrderingProfile, QuietScope, SignalOp, profile
 from hal_cuda import native
 from hal_cuda.engine import CudaEngine
 from hal_cuda.faults import Faults
-from hal_cuda.sizing import Tuning, allowed_sms, tuning
+from hal_cuda.tuning import Tuning, allowed_sms, tuning
 from hal_cuda.watch import Watch
 
 if TYPE_CHECKING:
