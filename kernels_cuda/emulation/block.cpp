@@ -436,9 +436,12 @@ std::string Block::who_waits() const {
             text += " looks at memory";
         else if (thread.state == Thread::in_block)
             text += std::string(" is in ") + kBlockWords[static_cast<int>(meeting_)] + " at " + at(thread.site);
-        else
+        else {
             text += std::string(" is in ") + kWarpWords[static_cast<int>(thread.word)] + " with mask " +
                     hex(thread.mask) + " at " + at(thread.site);
+            if (const unsigned ended = thread.mask & warps_[thread.warp()].ended)
+                text += ": lanes " + hex(ended) + " have ended or do not exist";
+        }
     }
     return text;
 }
