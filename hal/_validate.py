@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,13 +50,13 @@ def complete_spec(spec: ExpertParallelSpec, world_size: int, timeout: float) -> 
             ("num_buffers", 1),
         )
     }
-    dtype = _choice("dtype", dtype_name(spec.dtype), DISPATCH_DTYPES)
+    dtype = _dtype("dtype", spec.dtype, DISPATCH_DTYPES)
     combine = combined_dtype(dtype, spec.combine_dtype)
     spec = replace(
         spec,
         **counts,
         dtype=dtype,
-        combine_dtype=_choice("combine_dtype", dtype_name(combine), COMBINE_DTYPES),
+        combine_dtype=_dtype("combine_dtype", combine, COMBINE_DTYPES),
         layout=_choice("layout", spec.layout, LAYOUTS),
         schedule=_choice("schedule", spec.schedule, SCHEDULES),
         completion=_choice("completion", spec.completion, COMPLETIONS),
@@ -92,6 +93,13 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ContractError(f"{name}={value!r} is not one of {', '.join(allowed)}")
     return value
+
+
+def _dtype(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Of a type that HAL does not have, too, the answer names those that serve here."""
+    with suppress(ContractError):
+        value = dtype_name(value)
+    return _choice(name, value, allowed)
 
 
 def _check_experts(spec: ExpertParallelSpec, world_size: int) -> None:

@@ -62,7 +62,7 @@ class Run:
 def current_run(environ: Mapping[str, str] = os.environ) -> Run:
     """This process's place, from the variables of ``hal run``, torchrun or mpirun; else a run of one rank.
 
-    Raises ContractError for variables that make no sense, and for a run over several machines.
+    Raises ContractError for variables that make no sense, for a run over several machines, and for tasks of a plain srun.
     """
     if "HAL_RANK" in environ:
         run = Run(
@@ -90,7 +90,19 @@ def current_run(environ: Mapping[str, str] = os.environ) -> Run:
                 return run
             named = [f"{name}={environ[name]}" for name in identity if name in environ]
             return Run(run.rank, run.world_size, _shared_token(launcher, named), launcher)
+    _refuse_plain_srun(environ)
     return Run(0, 1)
+
+
+def _refuse_plain_srun(environ: Mapping[str, str]) -> None:
+    """Each task would be rank 0 of a run of its own. A batch script has these variables too, but belongs to no step."""
+    rank, size = environ.get("SLURM_PROCID"), environ.get("SLURM_NTASKS", "1")
+    batch_script = rank == "0" and "SLURM_STEP_ID" not in environ
+    if rank is not None and size != "1" and not batch_script:
+        raise ContractError(
+            f"srun started this process as task {rank} of {size}, without variables that say how ranks meet: start them with "
+            "torchrun, `hal run -n N script.py` in one task, or srun --mpi=pmi2; or pass run=hal.bootstrap.Run(...)"
+        )
 
 
 # Name, rank, size, size on this machine, and what tells one run from another.

@@ -76,7 +76,7 @@ def connect(
     bootstrap = Bootstrap(place, config.timeout)
     try:
         bootstrap.agree("HalConfig", asdict(config))
-        _check_topology(config, bootstrap.world_size)
+        _check_topology(config, place)
         return Communicator(config, bootstrap, backend_spec.load().connect(config, bootstrap))
     except BaseException as error:
         bootstrap.close(_reason(error))
@@ -432,5 +432,14 @@ def _check_names(kind: Any, given: Mapping[str, Any]) -> None:
             raise ContractError(f"unknown setting '{name}'; known: {', '.join(known)}")
 
 
-def _check_topology(config: HalConfig, world_size: int) -> None:
-    check_layout(world_size, config.topology.nodes)
+def _check_topology(config: HalConfig, place: Run) -> None:
+    nodes = config.topology.nodes
+    try:
+        check_layout(place.world_size, nodes)
+    except ContractError as error:
+        if place.world_size > 1 or place.launcher != Run.launcher:
+            raise
+        # The likely cause: nothing started the other ranks.
+        raise ContractError(
+            f"{error}; or start it with `hal run -n RANKS script.py`, RANKS a multiple of {nodes}"
+        ) from None

@@ -58,7 +58,7 @@ class PeerTimeout(HalError, TimeoutError):
     """A bounded wait ended: which rank was waited for, where, and what was seen instead.
 
     ``rank`` is the rank at fault: the end of the chain of waits where the transport can follow it (a relay that is
-    itself waiting is not named in place of the rank that stalled).
+    itself waiting is not named in place of the rank that stalled). ``queue`` is None where the wait is on none.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PeerTimeout(HalError, TimeoutError):
         rank: int,
         stage: str,
         *,
-        queue: int = 0,
+        queue: int | None = None,
         expected: int = 0,
         seen: int = 0,
         seconds: float = 0.0,
@@ -76,7 +76,9 @@ class PeerTimeout(HalError, TimeoutError):
         self.expected, self.seen, self.seconds, self.reason = expected, seen, seconds, reason
         # More time brings back no rank that has ended.
         ended = any(words in reason for words in ("died", "closed its communicator", "failed with"))
+        who = "" if reason.startswith((f"rank {rank} ", f"ranks {rank},")) else f"rank {rank}: "
+        where = f"in stage '{stage}'" + ("" if queue is None else f" on queue {queue}")
         super().__init__(
-            f"rank {rank}: {reason} in stage '{stage}' on queue {queue} after {seconds:.3f} s: "
+            f"{who}{reason} {where} after {seconds:.3f} s: "
             f"expected {expected}, seen {seen}; look at rank {rank}'s output" + ("" if ended else ", or raise `timeout`")
         )

@@ -65,7 +65,8 @@ def known_transport(name: str, backend: str) -> TransportSpec:
     if backend not in spec.backends:
         known = ", ".join(transports(backend)) or "none"
         raise ContractError(
-            f"transport '{name}' serves {', '.join(spec.backends)}, not backend '{backend}'; its transports: {known}"
+            f"transport '{name}' serves {', '.join(spec.backends)}, not backend '{backend}': add "
+            f"{' or '.join(f'backend={served}' for served in spec.backends)}, or choose a transport of '{backend}': {known}"
         )
     return spec
 

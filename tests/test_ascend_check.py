@@ -11,6 +11,7 @@ from hal_ascend.check import check
 from hal_ascend.session import EmulatorOptions
 
 from hal.cli import main
+from hal.cli.check_device import checkable
 from hal.config import ExpertParallelSpec
 from hal.errors import ContractError
 
@@ -103,6 +104,12 @@ def test_a_defect_that_a_protocol_does_not_meet_is_no_failure(capsys: pytest.Cap
     assert "drop_empty_signal is not noticed" in capsys.readouterr().out
 
 
+def test_help_names_the_backends_that_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    assert f"emulated device ({', '.join(checkable())})" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -111,8 +118,8 @@ def test_a_defect_that_a_protocol_does_not_meet_is_no_failure(capsys: pytest.Cap
         (["ascend", "--schedule", "ring"], "schedule='ring' is not one of direct"),
         (["ascend", "--schedule", "hierarchical", "--ranks", "3"], "a multiple of 2"),
         (["ascend", "--all", "--profile", "udma"], "stand in for a profile"),
-        (["host", "--all"], "backend 'host' has no emulated device"),
-        (["ascent", "--all"], "'ascent' is nothing to check: say ep, mutation, or a backend (ascend, "),
+        (["host", "--all"], "backend 'host' has no emulated device to run its kernels on (ascend, cuda have)"),
+        (["ascent", "--all"], "'ascent' is nothing to check: say ep, mutation, or a backend (ascend, cuda)"),
         (["ep", "--all", "--mutation", "default_no"], "hal check ep takes --break"),
     ],
 )

@@ -112,6 +112,32 @@ def test_variables_that_make_no_sense(variables, text):
         current_run(variables)
 
 
+SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"}
+
+
+def test_tasks_of_a_plain_srun_are_not_each_rank_0_of_1():
+    for task in "03":
+        with pytest.raises(ContractError, match=rf"task {task} of 4.*torchrun, `hal run -n N.*srun --mpi=pmi2.*run="):
+            current_run({**SRUN, "SLURM_PROCID": task})
+
+
+def test_under_slurm_a_launcher_is_believed_and_one_process_is_one_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    task = {**SRUN, "SLURM_PROCID": "3"}
+    assert current_run({**task, "PMI_RANK": "3", "PMI_SIZE": "4"}).rank == 3
+    assert current_run({**task, "RANK": "1", **TORCHRUN}).rank == 1
+    assert current_run({**task, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == Run(0, 1)
+    batch_script = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
+    assert current_run(batch_script) == Run(0, 1)
+
+
+def test_under_a_plain_srun_a_run_can_be_stated(monkeypatch):
+    for name, value in {**SRUN, "SLURM_PROCID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with launch.connect(run=Run(0, 1)) as comm:
+        assert comm.world_size == 1
+
+
 def test_user_key_is_private_and_stable(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     key = bootstrap.user_key()
@@ -196,7 +222,7 @@ def test_ranks_that_never_come_are_listed():
         assert isinstance(outcomes[rank], PeerTimeout)
         assert outcomes[rank].rank == 2
         assert (outcomes[rank].expected, outcomes[rank].seen) == (5, 3)
-        assert "ranks 2, 4 missing of 5" in str(outcomes[rank])
+        assert str(outcomes[rank]).startswith("ranks 2, 4 missing of 5 in stage 'rendezvous' after ")
 
 
 def test_ranks_that_lost_patience_are_not_said_to_be_missing():

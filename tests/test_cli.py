@@ -211,6 +211,11 @@ def test_an_unusable_backend_says_why_and_how_to_mend_it() -> None:
 # --- what is here -------------------------------------------------------------------------------------------------
 
 
+def test_a_transport_of_another_backend_says_which_to_add(capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused(capsys, "demo", "transport=gin_emulated")
+    assert "serves cuda, not backend 'host': add backend=cuda, or choose a transport of 'host': shm" in err
+
+
 def test_doctor_names_every_backend_and_transport() -> None:
     text = ok("doctor")
     for line in ("ok  backend host", "no  backend ascend", "ok  transport shm"):

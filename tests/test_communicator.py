@@ -229,6 +229,13 @@ def test_nodes_that_do_not_divide_the_ranks_are_refused():
         spawn(3, lambda comm: None, topology={"nodes": 2})
 
 
+def test_a_program_that_nothing_started_is_told_how_to_start_its_ranks(monkeypatch):
+    for name in ("HAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ContractError, match=r"1 ranks .* on 2 equal nodes.*`hal run -n RANKS script.py`.* multiple of 2"):
+        hal.connect(topology={"nodes": 2})
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -106,6 +107,30 @@ def test_structures_are_those_of_the_header(tmp_path):
 def test_probe_says_what_is_missing():
     probe = SPEC.probe()
     assert probe.usable or (probe.reason and probe.fix)
+
+
+def test_without_a_gpu_the_fix_names_backend_and_transport(monkeypatch):
+    """A transport alone would be looked for on the default backend."""
+    monkeypatch.setattr(hal_cuda_probe, "present", lambda: 0)
+    assert "backend=host, or backend=cuda transport=gin_emulated" in SPEC.probe().fix
+
+
+@pytest.mark.parametrize("module", ["hal_cuda.build", "hal_cuda.software_nic"])
+def test_help_of_the_modules_that_compile_compiles_nothing(module, capsys, monkeypatch):
+    found = importlib.import_module(module)
+    monkeypatch.setattr(found, "library", lambda *_: pytest.fail("it compiles"))
+    with pytest.raises(SystemExit) as stop:
+        found.main(["--help"])
+    assert stop.value.code == 0
+    assert f"usage: python -m {module}" in capsys.readouterr().out
+
+
+def test_compiling_without_nccl_says_how_to_install_it(capsys, monkeypatch):
+    monkeypatch.setattr(build, "installed", list)
+    assert build.main([]) == 1
+    err = capsys.readouterr().err
+    assert "NCCL is not installed" in err
+    assert "pip install 'moe-hal[cuda13]'" in err
 
 
 @pytest.fixture

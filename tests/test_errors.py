@@ -41,6 +41,17 @@ def test_a_longer_time_limit_is_advised_where_it_could_help(reason, helps):
     assert ("raise `timeout`" in text) == helps
 
 
+@pytest.mark.parametrize(
+    ("rank", "queue", "reason", "text"),
+    [(1, None, "rank 1 missing of 2", "rank 1 missing of 2 in stage 's' after 0.000 s: "),
+     (1, None, "ranks 1, 2 missing of 3", "ranks 1, 2 missing of 3 in stage 's' after"),
+     (1, None, "rank 10 is lost", "rank 1: rank 10 is lost in stage 's' after"),
+     (1, 0, "no answer", "rank 1: no answer in stage 's' on queue 0 after")],
+)  # fmt: skip
+def test_a_rank_is_named_once_and_a_queue_where_there_is_one(rank, queue, reason, text):
+    assert str(PeerTimeout(rank, "s", queue=queue, reason=reason)).startswith(text)
+
+
 def fail(number):
     raise ERRORS[number]
 

@@ -125,7 +125,8 @@ def test_settings_of_gin_are_read_and_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [("SEED", "x", "an integer"), ("BLOCKS", "few", "an integer"), ("ADVERSARY", "yes", "0 or 1"),
-     ("ONE_DOMAIN", "yes", "0 or 1"), ("THREADS", "33", "a multiple of 32")],
+     ("ONE_DOMAIN", "yes", "0 or 1"), ("THREADS", "33", "a multiple of 32"), ("GIN", "foo", "full, rail or none"),
+     ("LIMIT", "foo", "seconds above 0"), ("LIMIT", "0", "seconds above 0"), ("LIMIT", "nan", "seconds above 0")],
 )  # fmt: skip
 def test_a_wrong_variable_of_the_emulator_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, fix: str
@@ -133,6 +134,16 @@ def test_a_wrong_variable_of_the_emulator_is_refused(
     monkeypatch.setenv(f"HAL_CUDA_EMULATOR_{name}", value)
     with pytest.raises(ContractError, match=f"HAL_CUDA_EMULATOR_{name}='{value}': give {fix}"):
         run(lambda comm: None, ranks=2)
+
+
+@pytest.mark.parametrize("name", ["FAULTS", "SEED"])
+def test_a_wrong_variable_of_the_network_is_refused_without_advice_on_transports(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(f"HAL_SWNIC_{name}", "foo")
+    with pytest.raises(ContractError, match=f"HAL_SWNIC_{name}.*foo") as refused:
+        run(lambda comm: None, ranks=2)
+    assert "lsa" not in str(refused.value)
 
 
 def test_one_domain_needs_no_card(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

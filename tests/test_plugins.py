@@ -61,7 +61,7 @@ def test_a_strangers_names_are_known_and_bad_ones_say_why():
         registry.get_backend("acme-wrong")
     with pytest.raises(ContractError, match=r"unknown backend 'acme'; known: .*acme-trace.*host"):
         registry.get_backend("acme")
-    with pytest.raises(ContractError, match="transport 'acme-socket' serves host, not backend 'cuda'"):
+    with pytest.raises(ContractError, match="transport 'acme-socket' serves host, not backend 'cuda': add backend=host, or "):
         registry.get_transport("acme-socket", "cuda")
 
 

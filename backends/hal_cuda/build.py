@@ -7,6 +7,7 @@ compiles anything. ``python -m hal_cuda.build`` compiles ahead of time.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import functools
 import hashlib
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from hal.errors import BackendUnavailable
 from hal_cuda.machine import CUDA_13_DRIVER, dotted, driver_version
-from hal_cuda.nccl import Nccl, installed
+from hal_cuda.nccl import FIX, Nccl, installed
 
 CACHE = "HAL_CACHE"
 """Folder for what is compiled on first use; default: XDG_CACHE_HOME, or ~/.cache."""
@@ -230,13 +231,17 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def main() -> int:
-    """Compile for the NCCL found here, and say where the library is."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile for the NCCL found here (about half a minute, once), and say where the library is."""
+    argparse.ArgumentParser(prog="python -m hal_cuda.build", description=main.__doc__).parse_args(argv)
     found = installed()
-    if not found:
-        print("NCCL is not installed", file=sys.stderr)
+    try:
+        if not found:
+            raise BackendUnavailable("cuda", "NCCL is not installed", FIX)
+        print(library(found[0]))
+    except BackendUnavailable as error:
+        print(error, file=sys.stderr)
         return 1
-    print(library(found[0]))
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal_host.mesh import close_all, connect_mesh
 
+from hal.config import LONGEST_SECONDS, as_seconds
 from hal.errors import ContractError
 from hal_cuda import native
 from hal_cuda.gin_session import Gin, GinSession
@@ -33,7 +34,9 @@ ONE_DOMAIN = "HAL_CUDA_EMULATOR_ONE_DOMAIN"
 THREADS = "HAL_CUDA_EMULATOR_THREADS"
 """Threads of a block, a multiple of 32; few, since every one is a fiber."""
 
-SEED, BLOCKS, ADVERSARY = (f"HAL_CUDA_EMULATOR_{name}" for name in ("SEED", "BLOCKS", "ADVERSARY"))
+SEED, BLOCKS, ADVERSARY, CARDS, LIMIT = (
+    f"HAL_CUDA_EMULATOR_{name}" for name in ("SEED", "BLOCKS", "ADVERSARY", "GIN", "LIMIT")
+)
 """Read by the library (kernels_cuda/emulation/options.hpp)."""
 
 MUTATIONS = (
@@ -58,7 +61,7 @@ def threads() -> int:
 
 
 def _check_variables() -> None:
-    """Refuse what the library, which reads most of them, would take for 0."""
+    """Refuse what the library, which reads most of them, would take for 0 or for its default."""
     threads()
     for name in (SEED, BLOCKS):
         try:
@@ -68,6 +71,17 @@ def _check_variables() -> None:
     for name in (ADVERSARY, ONE_DOMAIN):
         if os.environ.get(name, "") not in ("", "0", "1"):
             raise ContractError(f"{name}={os.environ[name]!r}: give 0 or 1")
+    if os.environ.get(CARDS, "") not in ("", "full", "rail", "none"):
+        raise ContractError(f"{CARDS}={os.environ[CARDS]!r}: give full, rail or none")
+    if as_seconds(_number(os.environ.get(LIMIT) or "1")) is None:
+        raise ContractError(f"{LIMIT}={os.environ[LIMIT]!r}: give seconds above 0, at most {LONGEST_SECONDS}")
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 class _Emulated:

@@ -73,7 +73,10 @@ class Gin:
         self.record: Any = native.Gin()
         got = native.GinProperties()
         if library.raw_gin_create(comm, byref(needs), byref(self.record), byref(got)) != 0:
-            raise BackendUnavailable("cuda", library.reason(), "use transport=lsa on ranks of one NVLink domain")
+            reason = library.reason()
+            if "HAL_SWNIC_" in reason:  # a variable of the emulated network, which another transport would not mend
+                raise ContractError(reason)
+            raise BackendUnavailable("cuda", reason, "use transport=lsa on ranks of one NVLink domain")
         if apart:
             self.record.lsa_size, self.record.lsa_rank, self.record.peers = 1, 0, self.record.words
         self.capabilities = Capabilities(

@@ -314,7 +314,7 @@ def load() -> Library:
         if _loaded is None:
             found = nccl.installed()
             if not found:
-                raise BackendUnavailable("cuda", "NCCL is not installed", "pip install 'moe-hal[cuda13]'")
+                raise BackendUnavailable("cuda", "NCCL is not installed", nccl.FIX)
             library = Library(str(build.library(found[0])))
             library.nccl_path, library.nccl_was_open = str(found[0].library), nccl.is_open(found[0].library)
             version = c_int()

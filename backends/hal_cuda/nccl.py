@@ -13,6 +13,11 @@ MINIMUM = (2, 30, 7)
 HOME = "HAL_NCCL_HOME"
 """A folder with ``lib/libnccl.so.2`` (and ``include/nccl.h``), used in place of the wheels."""
 _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+FIX = (
+    "pip install 'moe-hal[cuda13]' (or [cuda12]); if torch pins an older one, "
+    "pip install --no-deps 'nvidia-nccl-cu13>=2.30.7'"
+)
+"""Where NCCL is not installed, or too old."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,6 @@ from hal.backend import Probe
 from hal_cuda import build, nccl
 from hal_cuda.machine import CUDA_13_DRIVER, dotted, driver_version
 
-_WHEEL_FIX = (
-    "pip install 'moe-hal[cuda13]' (or [cuda12]); if torch pins an older one, "
-    "pip install --no-deps 'nvidia-nccl-cu13>=2.30.7'"
-)
-
 
 def present() -> int:
     """GPUs of this machine."""
@@ -43,18 +38,18 @@ def gpus() -> int:
 def probe() -> Probe:
     """Usable or not, why, and how to mend it."""
     if present() == 0:
-        fix = "use backend=host or transport=gin_emulated here"
+        fix = "use backend=host, or backend=cuda transport=gin_emulated, here"
         return Probe(False, "no NVIDIA GPU on this machine (no /dev/nvidia0)", fix)
     if gpus() == 0:
         return Probe(False, "CUDA_VISIBLE_DEVICES hides every GPU", "unset it, or name some")
     found = nccl.installed()
     if not found:
-        return Probe(False, "NCCL is not installed", _WHEEL_FIX)
+        return Probe(False, "NCCL is not installed", nccl.FIX)
     use = found[0]
     if use.version < nccl.MINIMUM:
         needed = ".".join(map(str, nccl.MINIMUM))
         return Probe(
-            False, f"NCCL {use.text} ({use.origin}) is older than {needed}, whose device API is used", _WHEEL_FIX
+            False, f"NCCL {use.text} ({use.origin}) is older than {needed}, whose device API is used", nccl.FIX
         )
     driver = driver_version()
     if use.origin.endswith("cu13") and driver and driver < CUDA_13_DRIVER:

@@ -7,6 +7,7 @@ variables of one rank before it starts. docs/software_nic.md explains every vari
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shlex
@@ -177,8 +178,9 @@ def library(environ: Mapping[str, str] = os.environ) -> Path:
     return _compile(environ)
 
 
-def main() -> int:
-    """Compile the plug-in ahead of time, and say where it is."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile NCCL's plug-in for the software NIC (half a minute, once), and say where it is."""
+    argparse.ArgumentParser(prog="python -m hal_cuda.software_nic", description=main.__doc__).parse_args(argv)
     try:
         print(library())
     except BackendUnavailable as error:

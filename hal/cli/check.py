@@ -26,7 +26,7 @@ from hal.errors import ContractError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", help="ep, mutation, or a backend whose kernels run on an emulated device (ascend)")
+    parser.add_argument("what", help="ep, mutation, or a backend whose kernels run on an emulated device (ascend, cuda)")
     parser.add_argument("--all", action="store_true", help="every schedule, completion, layout and profile")
     parser.add_argument("--schedule", action="append", help="direct, hierarchical, latency (may be repeated)")
     parser.add_argument("--completion", action="append", help="strong_signal, strong_last, … (may be repeated)")

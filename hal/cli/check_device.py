@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
 from hal._validate import COMPLETIONS, LAYOUTS, complete_spec
 from hal.config import ExpertParallelSpec
-from hal.errors import ContractError
+from hal.errors import ContractError, HalError
 from hal.registry import backends, known_backend
 
 SCHEDULES = {"direct": (2, 1), "latency": (2, 1), "hierarchical": (4, 2)}
@@ -61,7 +62,7 @@ def _checker(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
     """The backend and its ``check_kernels`` (hal/backend.py)."""
     if args.what not in backends():
         raise ContractError(
-            f"'{args.what}' is nothing to check: say ep, mutation, or a backend ({', '.join(backends())})"
+            f"'{args.what}' is nothing to check: say ep, mutation, or a backend ({', '.join(checkable())})"
         )
     if args.profile or args.faults or args.losses or args.out or args.mutant or args.replay or args.search != "all":
         raise ContractError(
@@ -72,9 +73,20 @@ def _checker(args: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
     check: Callable[..., Any] | None = getattr(backend, "check_kernels", None)
     if check is None:
         raise ContractError(
-            f"backend '{args.what}' has no emulated device to run its kernels on; hal check ep checks the protocols"
+            f"backend '{args.what}' has no emulated device to run its kernels on ({', '.join(checkable())} have); "
+            "hal check ep checks the protocols"
         )
     return backend, check
+
+
+def checkable() -> list[str]:
+    """Backends with kernels that can be checked here; one that cannot even be loaded is none."""
+    found = []
+    for name, spec in backends().items():
+        with suppress(HalError, ImportError):
+            if hasattr(spec.load(), "check_kernels"):
+                found.append(name)
+    return found
 
 
 def _protocols(args: argparse.Namespace, backend: Any) -> Iterator[tuple[ExpertParallelSpec, int, int]]:
