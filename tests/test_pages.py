@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("hal", "backends", "kernels_host", "kernels_cuda", "kernels_ascend")
 COMPILED = {".cpp", ".hpp", ".h", ".cu", ".cuh"}
-_NAME = re.compile(r"""["'](HAL_[A-Z][A-Z0-9_]+)["']""")
+_NAME = re.compile(r"""["'](HAL_[A-Z0-9_]*[A-Z0-9])["']""")
 
 
 def sources(*suffixes: str) -> list[Path]:
