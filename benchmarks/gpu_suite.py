@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,7 @@ def litmus(machine: Machine) -> Iterator[Step]:
         )
 
 
+@cache
 def programs(machine: Machine, strong: bool) -> list[str]:
     """Those that a device can play, with a GPU for each rank (on make-believe hosts, two ranks share a single one), over a
     network with ``strong`` signals or without; few in a rehearsal. Asked of a process of its own: this one began

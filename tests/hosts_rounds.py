@@ -51,6 +51,17 @@ def a_case(schedule: str, layout: str, shape: tuple[int, int], **changes: Any) -
     return HostsCase(schedule, layout, "strong_signal", shape=shape, **{**plain, **changes})
 
 
+FORMS = [("direct", (3, 1)), ("latency", (3, 1)), ("direct", (4, 2)), ("hierarchical", (4, 2)), ("latency", (4, 2))]
+"""Schedules, with ranks and hosts."""
+FORM_NAMES = [f"{schedule}-{hosts}x{ranks // hosts}" for schedule, (ranks, hosts) in FORMS]
+
+
+def run_emulated(body: Any, case: Case, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """``body(comm, case, *args)`` on ranks with emulated GPUs."""
+    config = hal.HalConfig("cuda", "gin_emulated", hal.TopologyConfig(case.nodes), timeout=timeout)
+    return hal.spawn(case.ranks, body, case, *args, config=config)
+
+
 @lru_cache(maxsize=256)
 def batch(case: HostsCase, seed: int) -> tuple[list[Tokens], Expected]:
     """Every rank's tokens, any number of them, some ranks none; and what comes of them."""

@@ -13,7 +13,7 @@ from cuda_emulator import emulator
 from cuda_streams import caller_streams  # noqa: F401 (a fixture)
 from hal_cuda import native
 from hal_cuda.probe import probe_emulator
-from hosts_rounds import a_case
+from hosts_rounds import FORM_NAMES, FORMS, a_case, run_emulated
 
 import hal
 from hal.arrays import as_buffer
@@ -28,39 +28,31 @@ if not probe_emulator().usable:
 pytestmark = pytest.mark.usefixtures("caller_streams")
 
 LAYOUTS = ["rank", "expert"]
-SCHEDULES = [("direct", (3, 1)), ("latency", (3, 1)), ("direct", (4, 2)), ("hierarchical", (4, 2)), ("latency", (4, 2))]
-"""With ranks and hosts."""
-NAMES = [f"{schedule}-{hosts}x{ranks // hosts}" for schedule, (ranks, hosts) in SCHEDULES]
 
 
-def run(body: Any, case: Any, *args: Any) -> list[Any]:
-    config = hal.HalConfig("cuda", "gin_emulated", hal.TopologyConfig(case.nodes), timeout=60.0)
-    return hal.spawn(case.ranks, body, case, *args, config=config)
-
-
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replays(layout, schedule, shape):
     case = a_case(schedule, layout, shape)
     for seed in range(3):
         with emulator(seed):
-            run(graph_rounds.replays, case, list(range(4 * seed + 1, 4 * seed + 6)))
+            run_emulated(graph_rounds.replays, case, list(range(4 * seed + 1, 4 * seed + 6)))
 
 
 @pytest.mark.parametrize("num_buffers", [2, 4])
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_graphs_and_calls_in_any_order(layout, schedule, shape, num_buffers):
     case = a_case(schedule, layout, shape, num_buffers=num_buffers)
     for seed in range(2):
         with emulator(seed):
-            run(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
+            run_emulated(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
 
 
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replays_of_halves(layout, schedule, shape):
-    run(graph_rounds.replays, a_case(schedule, layout, shape), [1, 2, 3], True)
+    run_emulated(graph_rounds.replays, a_case(schedule, layout, shape), [1, 2, 3], True)
 
 
 @pytest.mark.parametrize("schedule", ["direct", "latency"])
@@ -69,8 +61,8 @@ def test_replays_of_combines_by_push(schedule, monkeypatch):
     case = a_case(schedule, "rank", (3, 1))
     for seed in range(2):
         with emulator(seed):
-            run(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
-    run(graph_rounds.refused, case)
+            run_emulated(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
+    run_emulated(graph_rounds.refused, case)
 
 
 def test_replays_of_sums_by_rank_within_one_domain(monkeypatch):
@@ -78,41 +70,41 @@ def test_replays_of_sums_by_rank_within_one_domain(monkeypatch):
     case = a_case("hierarchical", "expert", (3, 3))
     for seed in range(2):
         with emulator(seed):
-            run(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
-    run(graph_rounds.refused, case)
+            run_emulated(graph_rounds.alternating, case, list(range(9 * seed + 1, 9 * seed + 10)), seed)
+    run_emulated(graph_rounds.refused, case)
 
 
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 def test_replays_of_quantised_rows_and_few_buffers(schedule, shape):
     for layout, alignment in (("rank", 1), ("expert", 4)):
         case = a_case(schedule, layout, shape, dtype="float8_e4m3fn", alignment=alignment, num_buffers=1)
-        run(graph_rounds.alternating, case, list(range(1, 7)), 1)
+        run_emulated(graph_rounds.alternating, case, list(range(1, 7)), 1)
 
 
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replays_while_other_slots_are_held(layout, schedule, shape):
     for seed in range(2):
         with emulator(seed):
-            counts = run(graph_rounds.held, a_case(schedule, layout, shape, num_buffers=5), [1, 2, 3, 4, 5])
+            counts = run_emulated(graph_rounds.held, a_case(schedule, layout, shape, num_buffers=5), [1, 2, 3, 4, 5])
             assert all(views > 1 for _, views in counts), counts
             assert schedule != "latency" or all(moved > 1 for moved, _ in counts), counts
 
 
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_refused_replay_is_told_by_the_next_call(layout, schedule, shape):
-    run(graph_rounds.refused, a_case(schedule, layout, shape))
+    run_emulated(graph_rounds.refused, a_case(schedule, layout, shape))
 
 
 def test_a_peer_that_does_not_replay_is_named_by_the_next_call():
     told = threading.Event()
-    absent = run(graph_rounds.absent, a_case("direct", "rank", (2, 1)), told)
+    absent = run_emulated(graph_rounds.absent, a_case("direct", "rank", (2, 1)), told)
     assert absent == [1, None]
 
 
 def test_a_captured_dispatch_ends_no_reading_of_an_experts_output():
-    run(graph_rounds.output_after_a_capture, a_case("direct", "rank", (2, 1)))
+    run_emulated(graph_rounds.output_after_a_capture, a_case("direct", "rank", (2, 1)))
 
 
 # --- the emulated runtime ------------------------------------------------------------------------------------------------

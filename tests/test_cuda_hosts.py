@@ -16,11 +16,11 @@ from cuda_hosts_mutations import DEFECTS, NETWORK_MUTATIONS, SEEDS, Defect
 from hal_cuda import native
 from hal_cuda.crossing import CHANNELS, crossing
 from hal_cuda.layout import buffer_parts, layout
-from hosts_rounds import Absence, a_case
+from hosts_rounds import Absence, a_case, run_emulated
 
 import hal
 from hal._validate import complete_spec
-from hal.config import ExpertParallelSpec, TopologyConfig
+from hal.config import ExpertParallelSpec
 from hal.errors import ContractError
 
 SHAPES = [(2, 2), (4, 2), (4, 4), (6, 2)]
@@ -29,16 +29,11 @@ SCHEDULES = ["direct", "hierarchical"]
 LAYOUTS = ["rank", "expert"]
 
 
-def run(body: Any, case: Any, *args: Any, timeout: float = 60.0) -> list[Any]:
-    config = hal.HalConfig("cuda", "gin_emulated", TopologyConfig(case.nodes), timeout=timeout)
-    return hal.spawn(case.ranks, body, case, *args, config=config)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[1]}x{s[0] // s[1]}")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rows", LAYOUTS)
 def test_every_form(rows, schedule, shape):
-    run(hosts_rounds.every_form, a_case(schedule, rows, shape), [0, 1])
+    run_emulated(hosts_rounds.every_form, a_case(schedule, rows, shape), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +49,7 @@ def test_every_form(rows, schedule, shape):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_types_and_shapes(schedule, changes):
     for rows, alignment in (("rank", 1), ("expert", 8)):
-        run(hosts_rounds.every_form, a_case(schedule, rows, (4, 2), alignment=alignment, **changes), [1, 2])
+        run_emulated(hosts_rounds.every_form, a_case(schedule, rows, (4, 2), alignment=alignment, **changes), [1, 2])
 
 
 @pytest.mark.parametrize("signals", ["auto", "weak"])
@@ -66,19 +61,19 @@ def test_small_rings_and_late_ranks(monkeypatch, schedule, channels, signals):
     monkeypatch.setenv("HAL_CUDA_GIN_SIGNALS", signals)
     for seed, rows in enumerate(LAYOUTS):
         monkeypatch.setenv("HAL_SWNIC_SEED", str(seed + len(channels)))
-        run(hosts_rounds.skewed_ranks, a_case(schedule, rows, (4, 2), max_tokens=30), [0, 1, 2, 3], 8)
+        run_emulated(hosts_rounds.skewed_ranks, a_case(schedule, rows, (4, 2), max_tokens=30), [0, 1, 2, 3], 8)
 
 
 @pytest.mark.parametrize("rows", LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_halves_in_flight(schedule, rows):
-    run(hosts_rounds.in_flight, a_case(schedule, rows, (4, 2), num_buffers=4), [0, 1, 2, 3])
+    run_emulated(hosts_rounds.in_flight, a_case(schedule, rows, (4, 2), num_buffers=4), [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("rows", LAYOUTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_refusals_move_nothing(schedule, rows):
-    run(hosts_rounds.refusals, a_case(schedule, rows, (4, 2)))
+    run_emulated(hosts_rounds.refusals, a_case(schedule, rows, (4, 2)))
 
 
 # --- faults --------------------------------------------------------------------------------------------------------------
@@ -88,7 +83,7 @@ def test_refusals_move_nothing(schedule, rows):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_rank_that_stays_away_from_a_dispatch_is_named(schedule, absent):
     case = a_case(schedule, "rank", (4, 2))
-    told = run(hosts_rounds.absence, case, Absence(absent, told=threading.Barrier(4)), timeout=3.0)
+    told = run_emulated(hosts_rounds.absence, case, Absence(absent, told=threading.Barrier(4)), timeout=3.0)
     assert {rank: name for rank, (name, *_) in enumerate(told) if rank != absent} == dict.fromkeys(
         {0, 1, 2, 3} - {absent}, absent
     )
@@ -96,7 +91,7 @@ def test_a_rank_that_stays_away_from_a_dispatch_is_named(schedule, absent):
 
 
 def test_a_rank_that_leaves_is_named_at_once():
-    told = run(hosts_rounds.absence, a_case("hierarchical", "rank", (4, 2)), Absence(2, closes=True), timeout=30.0)
+    told = run_emulated(hosts_rounds.absence, a_case("hierarchical", "rank", (4, 2)), Absence(2, closes=True), timeout=30.0)
     assert [name for name, *_ in told] == [2, 2, -1, 2]
     assert max(seconds for *_, seconds in told) < 20.0
 
@@ -105,7 +100,7 @@ def test_a_rank_that_leaves_is_named_at_once():
 def test_a_rank_that_stays_away_from_a_combine_is_named(schedule):
     """Rank 0 may wait for rank 2, which waits for the absent rank: then rank 2's own error says so."""
     case = a_case(schedule, "rank", (4, 2))
-    told = run(hosts_rounds.absence, case, Absence(3, combine=True, told=threading.Barrier(4)), timeout=3.0)
+    told = run_emulated(hosts_rounds.absence, case, Absence(3, combine=True, told=threading.Barrier(4)), timeout=3.0)
     names = [name for name, *_ in told]
     assert names[1:] == [3, 3, -1]
     assert names[0] == 3 or names[names[0]] == 3
@@ -116,7 +111,7 @@ def test_a_card_that_stands_still_is_noticed(monkeypatch):
     """Rank 1's card stops after some operations to rank 0, which says what it waited for and how far that had come."""
     monkeypatch.setenv("HAL_SWNIC_FAULTS", "1>0: stall=forever@12")
     with pytest.raises(hal.PeerTimeout) as told:
-        run(hosts_rounds.plain_rounds, a_case("hierarchical", "rank", (2, 2)), [0, 1, 2, 3, 4], timeout=2.0)
+        run_emulated(hosts_rounds.plain_rounds, a_case("hierarchical", "rank", (2, 2)), [0, 1, 2, 3, 4], timeout=2.0)
     assert told.value.rank in (0, 1)
     assert told.value.stage in native.STAGES
     assert told.value.seen < told.value.expected

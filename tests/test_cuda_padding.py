@@ -15,7 +15,7 @@ from cuda_emulator import emulator
 from cuda_streams import caller_streams, stream_of  # noqa: F401 (a fixture)
 from hal_cuda import native
 from hal_cuda.probe import probe_emulator
-from hosts_rounds import HostsCase, a_case, layer_of
+from hosts_rounds import FORM_NAMES, FORMS, HostsCase, a_case, layer_of, run_emulated
 from layer import BY_ROW, Array, Expected, Tokens, in_use, same
 
 import hal
@@ -29,16 +29,8 @@ if not probe_emulator().usable:
 pytestmark = pytest.mark.usefixtures("caller_streams")
 
 LAYOUTS = ["rank", "expert"]
-SCHEDULES = [("direct", (3, 1)), ("latency", (3, 1)), ("direct", (4, 2)), ("hierarchical", (4, 2)), ("latency", (4, 2))]
-"""With ranks and hosts."""
-NAMES = [f"{schedule}-{hosts}x{ranks // hosts}" for schedule, (ranks, hosts) in SCHEDULES]
 SIZES = [24, 2, 24, 0, 7, 24, 1]
 """Tokens of each rank, one dispatch after the other: few after many, also where the many landed in another slot."""
-
-
-def run(body: Any, case: HostsCase, *args: Any) -> list[Any]:
-    config = hal.HalConfig("cuda", "gin_emulated", hal.TopologyConfig(case.nodes), timeout=60.0)
-    return hal.spawn(case.ranks, body, case, *args, config=config)
 
 
 def sent(case: HostsCase, tokens: int, seed: int) -> list[Tokens]:
@@ -112,12 +104,12 @@ def replays(comm: hal.Communicator, case: HostsCase, halves: bool) -> None:
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_rows_after_many_in_a_graph(layout, schedule, shape, halves):
     for num_buffers in (1, 3):
         case = a_case(schedule, layout, shape, num_buffers=num_buffers, alignment=4 if layout == "expert" else 1)
-        run(replays, case, halves)
+        run_emulated(replays, case, halves)
 
 
 def calls(comm: hal.Communicator, case: HostsCase, halves: bool) -> None:
@@ -139,7 +131,7 @@ def calls(comm: hal.Communicator, case: HostsCase, halves: bool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_rows_after_many_in_fixed_slots(layout, shape, halves):
     for num_buffers in (1, 2, 4):
-        run(calls, a_case("latency", layout, shape, num_buffers=num_buffers), halves)
+        run_emulated(calls, a_case("latency", layout, shape, num_buffers=num_buffers), halves)
 
 
 def unreceived(comm: hal.Communicator, case: HostsCase) -> None:
@@ -165,7 +157,7 @@ def unreceived(comm: hal.Communicator, case: HostsCase) -> None:
 @pytest.mark.parametrize("shape", [(3, 1), (4, 2)], ids=["1x3", "2x2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_that_no_receive_half_counted_are_cleared(layout, shape):
-    run(unreceived, a_case("latency", layout, shape, num_buffers=4))
+    run_emulated(unreceived, a_case("latency", layout, shape, num_buffers=4))
 
 
 def refused(comm: hal.Communicator, case: HostsCase) -> None:
@@ -194,7 +186,7 @@ def test_rows_of_a_refused_round_are_cleared(layout):
     case = a_case("latency", layout, (3, 1), num_buffers=2)
     for seed in range(3):
         with emulator(seed):
-            run(refused, case)
+            run_emulated(refused, case)
 
 
 def rows_cleared(comm: hal.Communicator, case: HostsCase, sizes: list[int]) -> tuple[list[float], list[int]]:
@@ -225,10 +217,10 @@ def rows_cleared(comm: hal.Communicator, case: HostsCase, sizes: list[int]) -> t
     return counted, wanted
 
 
-@pytest.mark.parametrize(("schedule", "shape"), SCHEDULES, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape"), FORMS, ids=FORM_NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_row_is_cleared_that_is_padding_already(layout, schedule, shape):
-    counted, wanted = run(rows_cleared, a_case(schedule, layout, shape, top_k=1), [24, 2, 2, 0, 0, 5])[0]
+    counted, wanted = run_emulated(rows_cleared, a_case(schedule, layout, shape, top_k=1), [24, 2, 2, 0, 0, 5])[0]
     assert counted == wanted
     assert wanted[0] > wanted[1] > 0
     assert wanted[4:] == [0, 0]

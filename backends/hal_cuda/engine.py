@@ -206,8 +206,7 @@ class CudaEngine:
         try:
             self._finish(stream)  # callers without streams may change their arrays now
         except BaseException:
-            self._end_launch(pending)
-            pending.lease.ended = True
+            self._abandon(pending)
             raise
         self._slots.in_flight += 1
         return pending
@@ -308,8 +307,7 @@ class CudaEngine:
                 pending.sequence = 0
                 return
             except PeerRefused:
-                self._end_launch(pending)
-                pending.lease.ended = True
+                self._abandon(pending)
                 if pending.call is None:
                     raise
                 # Nothing moved, and that rank's error is its own. Its next dispatch is this one's match.
@@ -319,16 +317,17 @@ class CudaEngine:
                     # Ctrl-C: this rank leaves the round, and its kernel need not wait for the peers.
                     self._session.abort(f"{type(error).__name__} in a dispatch")
                     self._session.end_waits()
-                self._end_launch(pending)
-                pending.lease.ended = True  # no array comes of it, though the traceback refers to it
+                self._abandon(pending)
                 raise
 
-    def _end_launch(self, pending: PendingDispatch) -> None:
+    def _abandon(self, pending: PendingDispatch) -> None:
         """Before an error lets go of what the launch uses. The block that reports a failure is the first to end: the others
         still read the caller's arrays and write the handle's, which go where no stream orders it when nobody refers to them.
+        No array comes of the launch, though the traceback refers to it.
         """
         if pending.stream is None:
             self.drain()
+        pending.lease.ended = True
 
     def slot_address(self, slot: int) -> int:
         return int(self._window.ptr + self.place.slots + slot * self.place.slot_bytes)

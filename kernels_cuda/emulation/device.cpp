@@ -18,17 +18,10 @@ void Stream::start() {
 
 std::uint64_t Stream::add(Work work) {
     const std::lock_guard lock(mutex_);
+    if (ended_) return 0;
     work_.push_back(std::move(work));
     changed_.notify_all();
     return ++added_;
-}
-
-bool Stream::add_before_end(Work work) {
-    const std::lock_guard lock(mutex_);
-    if (ended_) return false;
-    work_.push_back(std::move(work)), ++added_;
-    changed_.notify_all();
-    return true;
 }
 
 std::uint64_t Stream::last() {

@@ -36,9 +36,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
     void start();
 
     int device() const { return device_; }
+    // Gives its number; 0 = the stream was closed and has ended.
     std::uint64_t add(Work work);
-    // To a stream that was closed: false when it has ended.
-    bool add_before_end(Work work);
     std::uint64_t last();  // number of what was added last
     // Until what has this number, and all before it, was done; gives why one of them failed.
     std::string wait(std::uint64_t number);

@@ -57,38 +57,34 @@ T load(const T* p) {
 // A warp's copies into shared memory, one after the other. Each is done when it begins, or when somebody waits for it.
 struct Arrival {
     void begin(void* to, const void* from, int vectors) {
-        if (begun != ended)
+        if (begun_ != ended_)
             running->block->trap("a copy into shared memory began before the one before it had arrived");
         to_ = static_cast<std::byte*>(to), from_ = static_cast<const std::byte*>(from), vectors_ = vectors;
-        ++begun;
+        ++begun_;
         if (running->block->at_random()) arrive();
     }
     void await(unsigned parity) {
-        if (mutation.load(std::memory_order_relaxed) == Mutation::copies_unawaited) return arrive_later();
-        if (begun % 2 == parity) running->block->trap("a wait for a copy into shared memory that has not begun");
+        if (mutation.load(std::memory_order_relaxed) == Mutation::copies_unawaited && running->lane() != 31) return;
+        if (begun_ % 2 == parity) running->block->trap("a wait for a copy into shared memory that has not begun");
         arrive();
     }
-    unsigned begun = 0, ended = 0;
 
   private:
     struct alignas(16) Vector {
         std::uint64_t words[2];
     };
     void arrive() {
-        if (begun == ended) return;
+        if (begun_ == ended_) return;
         for (int i = 0; i < vectors_; ++i) {
             const Vector v = load(reinterpret_cast<const Vector*>(from_) + i);
             std::memcpy(to_ + static_cast<std::ptrdiff_t>(i) * 16, &v, sizeof v);
         }
-        ended = begun;
-    }
-    // Not before the wait is over.
-    void arrive_later() {
-        if (running->lane() == 31) arrive();
+        ended_ = begun_;
     }
     std::byte* to_ = nullptr;
     const std::byte* from_ = nullptr;
     int vectors_ = 0;
+    unsigned begun_ = 0, ended_ = 0;
 };
 
 // A plain store, or (`atomic`) a relaxed one of a single word.

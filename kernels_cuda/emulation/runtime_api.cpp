@@ -269,7 +269,7 @@ cudaError_t cudaFreeAsync(void* p, cudaStream_t stream) {
     };
     if (!on) {  // it was destroyed, and may still do what uses the memory
         const auto last = find_destroyed(stream);
-        if (!last || !last->add_before_end(std::move(work))) release(p);
+        if (!last || last->add(std::move(work)) == 0) release(p);
         return cudaSuccess;
     }
     if (const cudaError_t status = refuse_captured(*on, "cudaFreeAsync"); status != cudaSuccess) return status;

@@ -54,6 +54,13 @@ struct Terms {
     __device__ int rank(const hal_cuda_ep& ep, int start) const {
         return Rows::kExpert ? Owner(ep).of(expert) : start + lane_id();
     }
+    // Where it lies, by where every rank's rows begin; 0 where there is none.
+    __device__ unsigned long long address(const hal_cuda_ep& ep, const std::uint64_t* rows, int start) const {
+        const int of = row < 0 ? -1 : rank(ep, start);
+        return of < 0 ? 0ull
+                      : reinterpret_cast<unsigned long long>(at_peer(ep, of, rows[of])) +
+                            static_cast<unsigned long long>(row) * ep.combine_row_bytes;
+    }
     __device__ unsigned lanes() const { return __ballot_sync(0xffffffffu, row >= 0); }
 };
 

@@ -87,10 +87,7 @@ template <class Type, class Rows>
 __device__ __forceinline__ void sum_terms(const hal_cuda_ep& ep, const hal_cuda_combine_args& a,
                                           const std::uint64_t* rows, int token, Terms<Rows> terms, Sum<Type>& sum) {
     for (int start = 0;;) {
-        const int rank = terms.row < 0 ? -1 : terms.rank(ep, start);
-        const auto address = rank < 0 ? 0ull
-                                      : reinterpret_cast<unsigned long long>(at_peer(ep, rank, rows[rank])) +
-                                            static_cast<unsigned long long>(terms.row) * ep.combine_row_bytes;
+        const auto address = terms.address(ep, rows, start);
         add_rows<kSumRows, Rows::kWeighted>(sum, terms.lanes(), address, terms.weight, [] {});
         start += 32;
         if (start >= terms.count(ep)) break;

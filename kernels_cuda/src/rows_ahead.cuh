@@ -95,10 +95,7 @@ class RowsAhead {
     }
     __device__ void point() {
         left_ = terms_.lanes();
-        const int rank = terms_.row < 0 ? -1 : terms_.rank(ep_, start_);
-        address_ = rank < 0 ? 0ull
-                            : reinterpret_cast<unsigned long long>(at_peer(ep_, rank, rows_[rank])) +
-                                  static_cast<unsigned long long>(terms_.row) * ep_.combine_row_bytes;
+        address_ = terms_.address(ep_, rows_, start_);
     }
     __device__ Terms<Rows> look_up() const {
         return units_.more() ? Terms<Rows>(ep_, a_, units_.unit() / cut_.pieces, 0) : Terms<Rows>();
