@@ -13,9 +13,10 @@ import pytest
 from hal_cuda import native
 from hal_cuda.crossing import CHANNELS
 from hal_cuda.faults import Faults
-from hal_cuda.meeting import Meeting, Words
+from hal_cuda.meeting import Ends, Meeting, Words
 from hal_cuda.patience import Patience
 from hal_cuda.probe import probe_emulator
+from hal_cuda.view import View
 from hal_cuda.watch import Watch
 from hal_host._engine import Members
 from kernel_ranks import same_bits
@@ -280,6 +281,85 @@ def test_a_host_of_which_one_rank_is_silent_is_not_blamed_for_it():
 
     results = dict(enumerate(spawn(4, body, hosts=2)))
     assert judge(spec_of(4), 4, results) == [((), ()), *[((3,), (3,))] * 3]
+
+
+def rounds_with_one_stuck(body: Any, hosts: int) -> None:
+    """Three ranks; ``body(comm)`` makes rank 1 wait for its event in round 1. The others must leave it out, and nobody else."""
+    masked = threading.Event()
+
+    def run(comm: hal.Communicator) -> Any:
+        ep, rounds = comm.expert_parallel(spec_of(3), timeout=4.0), []
+        body(comm.rank, ep, masked)
+        try:
+            for number in range(4):
+                rounds.append(round_of(ep, number))
+                if rounds[-1]["combine masked"]:
+                    masked.set()
+        except RankMasked:
+            return rounds
+        finally:
+            masked.set()
+        return rounds
+
+    results = dict(enumerate(spawn(3, run, hosts=hosts)))
+    masks = judge(spec_of(3), 3, results, slow=[1])
+    assert len(masks) == 4
+    assert masks[-1] == ((1,), (1,))
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_ranks_whose_kernels_wait_for_each_other_do_not_blame_each_other(monkeypatch, hosts):
+    """A kernel has many waits, and says which one it gave up first: for the rank that is stuck, or for one that waits as well.
+    Here it is always another."""
+    run = View.combine
+
+    def combine(view: View, *arguments: Any) -> Any:
+        stuck = waits.get(view)
+        if stuck is not None:
+            assert stuck.wait(4 * PATIENT)
+        try:
+            return run(view, *arguments)
+        except PeerTimeout as error:
+            innocent = 2 - view.ranks[view.session.rank]
+            raise PeerTimeout(innocent, error.stage, seconds=error.seconds) from error
+
+    waits: dict[View, threading.Event] = {}
+    monkeypatch.setattr(View, "combine", combine)
+
+    def body(rank: int, ep: hal.ExpertParallel, masked: threading.Event) -> None:
+        round_of(ep, 0)
+        if rank == 1:
+            waits[ep._engine._engine] = masked
+
+    rounds_with_one_stuck(body, hosts)
+
+
+@pytest.mark.parametrize("told", [0, 2])
+def test_a_rank_left_behind_in_the_round_before_is_not_blamed_for_the_next(monkeypatch, told):
+    """Rank 1 gets stuck when it has told only one other that it holds the round. That one goes on, and waits for a rank that
+    cannot."""
+    say = Ends.say
+    waits: dict[Ends, threading.Event] = {}
+
+    def say_to_one(ends: Ends) -> None:
+        stuck = waits.get(ends)
+        if stuck is None:
+            say(ends)
+            return
+        others = ends._others
+        ends._others = [told]
+        say(ends)
+        ends._others = others
+        assert stuck.wait(4 * PATIENT)
+
+    monkeypatch.setattr(Ends, "say", say_to_one)
+
+    def body(rank: int, ep: hal.ExpertParallel, masked: threading.Event) -> None:
+        round_of(ep, 0)
+        if rank == 1:
+            waits[ep._engine._engine.ends] = masked
+
+    rounds_with_one_stuck(body, 3)
 
 
 def test_hierarchical_sums_over_hosts_are_refused_and_nothing_is_broken():

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from hal_cuda.emulated import ONE_DOMAIN
 from hal_cuda.probe import probe_emulator
+from hal_host._engine import Members
 from hal_host.passing import Passing
 from kernel_ranks import random_rows, same_bits
 from masking_rounds import Record, expert_rows, inputs, judge, round_of, spec_of
@@ -457,6 +459,78 @@ print("rounds", number)
     outcome = run_ranks(3, script, str(tmp_path), nodes=target.hosts(3), timeout=100)
     assert outcome.status == 0, outcome
     assert len({outcome.text(rank) for rank in range(3)}) == 1, outcome
+
+
+# --- whom a wait in vain is put down to -------------------------------------------------------------------------------
+
+STALL = 4.0
+"""Seconds; the time limit of waits in vain below. A quarter of it is at most a second look later."""
+
+
+def waits_of_ranks(ranks: int, *bodies: Callable[[Any, Callable[..., Any]], Any]) -> list[Any]:
+    """``bodies`` of the first ranks, with their transport and a wait(source, seconds) in vain. The other ranks are silent until
+    these have ended."""
+    begun, ended = threading.Barrier(len(bodies)), threading.Barrier(ranks)
+
+    def body(comm: hal.Communicator) -> Any:
+        session: Any = comm._session
+        window, got = session.allocate(64), None
+
+        def wait(source: int, seconds: float) -> PeerTimeout:
+            with pytest.raises(PeerTimeout) as raised:
+                session.fabric(window, seconds, Members()).wait(0, 1, source, "test")
+            return raised.value
+
+        if comm.rank < len(bodies):
+            begun.wait(PATIENT)
+            got = bodies[comm.rank](session.transport, wait)
+        ended.wait(4 * PATIENT)
+        return got
+
+    return hal.spawn(ranks, body, timeout=PATIENT)
+
+
+def test_a_relay_that_is_about_to_say_who_is_lost_is_not_blamed() -> None:
+    """Rank 1 has given up when rank 0 does, which sees it wait for nobody, and decides a moment later."""
+
+    def relay(transport: Any, wait: Callable[..., PeerTimeout]) -> None:
+        decides = time.monotonic() + 1.08 * STALL
+        found = wait(2, STALL / 2)
+        assert found.rank == 2
+        time.sleep(decides - time.monotonic())
+        transport.leave_out(0, found.rank)
+
+    found, *_ = waits_of_ranks(3, lambda _, wait: wait(1, STALL), relay)
+    assert (found.rank, found.reason) == (2, "the others go on without it")
+
+
+def test_a_relay_is_blamed_that_neither_waits_nor_answers() -> None:
+    found, *_ = waits_of_ranks(3, lambda _, wait: wait(1, STALL), lambda transport, wait: wait(2, STALL / 2))
+    assert (found.rank, found.reason) == (1, "no answer")
+    assert STALL <= found.seconds < 2 * STALL
+
+
+def test_of_a_relay_that_waits_in_several_threads_the_oldest_wait_is_followed() -> None:
+    """Rank 1 waits for rank 2 all the time, and again and again for others, the one who asks among them."""
+
+    def relay(transport: Any, wait: Callable[..., PeerTimeout]) -> None:
+        ended = threading.Event()
+
+        def wait_for(source: int) -> None:
+            while not ended.is_set():
+                wait(source, 0.05)
+
+        threads = [threading.Thread(target=wait_for, args=(source,)) for source in (0, 3)]
+        for thread in threads:
+            thread.start()
+        wait(2, 1.5 * STALL)
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+    found, *_ = waits_of_ranks(4, lambda _, wait: wait(1, STALL), relay)
+    assert found.rank == 2
+    assert found.reason == "no answer: rank 1 waits for rank 2 in stage 'test'"
 
 
 # --- descriptors between ranks ---------------------------------------------------------------------------------------

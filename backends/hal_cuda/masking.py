@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hal_host._engine import Members
+from hal_host._engine import Members, second_look
 from hal_host.views import Operation, Views
 
 from hal.arrays import Buffer
@@ -24,7 +24,7 @@ from hal.backend import Received
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal_cuda.meeting import Ends, Meeting, Words
 from hal_cuda.memory import Allocator
-from hal_cuda.patience import Patience
+from hal_cuda.patience import LONGEST_TURN, Patience
 from hal_cuda.view import Routing, View
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 MAKING_SECONDS = 60.0
 """Beyond the time limit, how long NCCL may take to make the communicator of a view; it takes no limit itself."""
+POLL_SECONDS = 0.005
+"""Between two looks at what other ranks say."""
 
 
 class CudaMaskingEngine(Views[View]):
@@ -115,7 +117,7 @@ class CudaMaskingEngine(Views[View]):
         return self._ended_dispatch(operation, run)
 
     def _ended_dispatch(self, operation: Operation[View], run: Callable[[View], Received]) -> Received:
-        _, got = self._end(operation, run, lambda view, _: view.ends.say_and_await())
+        _, got = self._end(operation, run, self._agree)
         return replace(got, masked_ranks=self.masked_ranks)
 
     def combine(
@@ -136,7 +138,7 @@ class CudaMaskingEngine(Views[View]):
             with self._waiting(view, view.ends.begin()):
                 return view.combine(x, state, topk_weights, weighted, bias, stream)
 
-        return self._end(operation, run, lambda view, _: view.ends.say_and_await())[1]
+        return self._end(operation, run, self._agree)[1]
 
     def combine_send(
         self, x: Buffer, state: Routing, topk_weights: Buffer | None, weighted: bool, stream: int | None
@@ -159,7 +161,7 @@ class CudaMaskingEngine(Views[View]):
             with self._waiting(view, number):
                 return view.combine_recv(pending, bias, stream)
 
-        return self._end(operation, run, lambda view, _: view.ends.say_and_await())[1]
+        return self._end(operation, run, self._agree)[1]
 
     def expert_output(self, state: Routing, like: Any, stream: int | None) -> Buffer:
         """Plain memory: a handle may outlive the window of its view."""
@@ -206,18 +208,57 @@ class CudaMaskingEngine(Views[View]):
             with self._patience.lasting(self._timeout):
                 yield
         except PeerTimeout as error:
-            raise self._behind(view, number, error) from error
+            blamed = self._to_blame(view, error, rounds=view.ends.said + 1, launch=number)
+            assert blamed is not None
+            raise blamed from error
 
-    def _behind(self, view: View, number: int, error: PeerTimeout) -> PeerTimeout:
-        """A wait in a kernel failed: through whose fault. One that has not even begun was waited for in vain; another may
-        wait in its turn, and the words of the hosts tell for whom."""
-        if self._has_ended(error.rank) or not view.ends.has_begun(error.rank, number):
-            return error
+    def _agree(self, view: View, _: object) -> None:
+        """The end of a round: every rank holds it."""
+        view.ends.say()
         try:
-            view.ends.await_round(error.rank)
-        except PeerTimeout as behind:
-            return behind
-        return error
+            view.ends.await_all()
+        except PeerTimeout as error:
+            blamed = self._to_blame(view, error, rounds=view.ends.said, answered=view.ends.all_hold)
+            if blamed is not None:
+                raise blamed from error
+        view.ends.end()
+
+    def _to_blame(
+        self, view: View, error: PeerTimeout, rounds: int, launch: int = 0, answered: Callable[[], bool] = lambda: False
+    ) -> PeerTimeout | None:
+        """This rank waited in vain: who keeps round ``rounds`` of the view from ending. None if there is an answer after all.
+
+        A kernel waits for several ranks at once and names any of them, which may wait for others in its turn, for this rank
+        too. So whoever waits in vain says so; a rank that says nothing for the time limit, though it does not hold the round,
+        is to blame. One that has not begun ``launch`` was waited for as long before."""
+        if self._has_ended(error.rank):
+            return error
+        view.ends.say_in_vain()
+        since: dict[int, float] = {}
+        slowest: int | None = None
+        waited, before = 0.0, time.monotonic()
+        while True:
+            self._look_for_later_view(self._members)
+            lost = [rank for rank in view.ranks if rank != self._base.rank and self._has_ended(rank)]
+            silent = view.ends.silent(rounds, launch)
+            if answered():
+                return None
+            since = {rank: since.get(rank, waited) for rank in silent}
+            for rank, begun in silent.items():
+                limit = self._timeout if begun else second_look(self._timeout)
+                if waited - since[rank] >= limit:
+                    lost.append(rank)
+            if silent:
+                slowest = min(silent, key=lambda rank: since[rank])
+            elif slowest is not None:  # all wait in vain by now: for the one that found out last
+                lost.append(slowest)
+            elif waited >= self._timeout:  # the others found out earlier, and have not decided
+                return error
+            if lost:
+                return PeerTimeout(lost[0], error.stage, seconds=error.seconds + waited, reason="no answer")
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            waited, before = waited + min(now - before, LONGEST_TURN), now
 
     def _give_up(self) -> None:
         self._engine.session.end_waits()
@@ -317,7 +358,7 @@ class CudaMaskingEngine(Views[View]):
             self._look_for_later_view(members)
             if fault := self._transport.find_fault(-1, members):
                 raise PeerTimeout(fault[0], "a view without lost ranks", reason=fault[1]) from error
-            time.sleep(0.005)
+            time.sleep(POLL_SECONDS)
 
     def _look_for_later_view(self, members: Members) -> None:
         later = self._transport.newest_view()

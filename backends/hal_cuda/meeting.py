@@ -36,13 +36,17 @@ class Words:
         """A rank's own: how many launches it has begun to give its GPU."""
         return self._ranks * _LINE
 
+    def in_vain(self) -> int:
+        """A rank's own: the launch in which it waits for others in vain, or last did."""
+        return (self._ranks + 1) * _LINE
+
     def met(self, rank: int) -> int:
         """Exchanges of :class:`Meeting` for which ``rank`` has left its message."""
-        return (self._ranks + 1 + rank) * _LINE
+        return (self._ranks + 2 + rank) * _LINE
 
     def message(self, number: int, rank: int) -> int:
         """Two in turn: who leaves message n + 2 has everybody's n + 1, and nobody leaves that before it has read all n."""
-        first = (2 * self._ranks + 1) * _LINE
+        first = (2 * self._ranks + 2) * _LINE
         return first + (number % 2 * self._ranks + rank) * _MESSAGE_BYTES
 
     @property
@@ -114,22 +118,46 @@ class Ends:
         self._fabric.signal(self._rank, self._words.begun(), self._begun)
         return self._begun
 
-    def has_begun(self, peer: int, number: int) -> bool:
-        return self._transport.peer_word(self._window, peer, self._words.begun()) >= number
-
-    def say_and_await(self) -> None:
-        """This rank holds the round's rows, and its own are with the others; returns once all have said so."""
+    def say(self) -> None:
+        """This rank holds the round's rows, and its own are with the others."""
         self._said += 1
         for peer in self._others:
             self._fabric.signal(peer, self._words.agreed(self._rank), self._said)
+
+    def await_all(self) -> None:
+        """Until all have said so, or the time limit."""
         for peer in self._others:
             self._fabric.wait(self._words.agreed(peer), self._said, peer, "end of the round")
-        self.end()
 
     def end(self) -> None:
         """The round that was said last has ended here, and so may end for the others, also if this rank is gone by then."""
         self._fabric.signal(self._rank, self._words.agreed(self._rank), self._said)
 
-    def await_round(self, peer: int) -> None:
-        """Until ``peer`` holds the round that this rank does not. PeerTimeout names the end of the chain of waits."""
-        self._fabric.wait(self._words.agreed(peer), self._said + 1, peer, "rows of the round")
+    # --- whose fault it is that a round does not end ---------------------------------------------------------------
+
+    def say_in_vain(self) -> None:
+        """This rank runs, and waits for others in vain in the launch that it began last, or for the end of its round."""
+        self._fabric.signal(self._rank, self._words.in_vain(), self._begun)
+
+    def silent(self, rounds: int, launch: int) -> dict[int, bool]:
+        """The other ranks that neither hold ``rounds`` rounds of the view nor say that they wait in vain themselves, and
+        whether each has begun launch ``launch``."""
+        silent = {}
+        for peer in self._others:
+            begun = self._transport.peer_word(self._window, peer, self._words.begun())
+            in_vain = self._transport.peer_word(self._window, peer, self._words.in_vain())
+            if self._held_by(peer) < rounds and not begun == in_vain > 0:
+                silent[peer] = begun >= launch
+        return silent
+
+    def all_hold(self) -> bool:
+        """All have said that they hold the round that this rank said last."""
+        return all(self._held_by(peer) >= self._said for peer in self._others)
+
+    @property
+    def said(self) -> int:
+        """Rounds of the view that this rank holds."""
+        return self._said
+
+    def _held_by(self, peer: int) -> int:
+        return self._transport.peer_word(self._window, self._rank, self._words.agreed(peer))

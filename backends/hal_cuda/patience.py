@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 _TURN = 0.05
 """Seconds between two looks at the clock: how exactly a time limit is kept."""
-_LONGEST_TURN = 0.1
+LONGEST_TURN = 0.1
 """A longer turn counts as this long: this process was itself stopped."""
 
 
@@ -51,7 +51,7 @@ class Patience:
         before = time.monotonic()
         while not self._ended.wait(_TURN):
             now = time.monotonic()
-            turn, before = min(now - before, _LONGEST_TURN), now
+            turn, before = min(now - before, LONGEST_TURN), now
             with self._lock:
                 if self._left is None:
                     continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hal.bootstrap import Bootstrap
 from hal.config import HalConfig
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
-from hal_host._engine import Members, ShmSegment, ShmTransport
+from hal_host._engine import Members, ShmSegment, ShmTransport, second_look
 from hal_host.mesh import close_all, connect_mesh
 from hal_host.passing import Passing
 
@@ -96,18 +96,21 @@ class Shm(ShmTransport):
             if fault := self.find_fault(peer, members):
                 raise PeerTimeout(fault[0], stage, reason=fault[1])
 
-        self.announce(peer, stage)
-        try:
-            return self._passing.take(peer, name, timeout, look)
-        except PeerTimeout as error:
-            if error.reason != "no answer":
-                raise
-            root, reason = self.root_of_stall(peer)
-            if root == self.rank or members.lost >> root & 1:
-                root, reason = peer, error.reason
-            raise PeerTimeout(root, stage, expected=1, seconds=error.seconds, reason=reason) from None
-        finally:
-            self.announce_nothing()
+        suspect, looks, limit = -1, 0, timeout
+        with self.announce(peer, stage):
+            while True:
+                try:
+                    return self._passing.take(peer, name, limit, look)
+                except PeerTimeout as error:
+                    if error.reason != "no answer":
+                        raise
+                    root, reason = self.root_of_stall(peer)
+                    if root == self.rank or members.lost >> root & 1:
+                        root, reason = peer, error.reason
+                    looks += 1
+                    if root == suspect or looks > self.world_size:
+                        raise PeerTimeout(root, stage, expected=1, seconds=error.seconds, reason=reason) from None
+                suspect, limit = root, second_look(timeout)
 
     def _others(self, members: Members) -> list[int]:
         return [p for p in range(self.world_size) if p != self.rank and not members.lost >> p & 1]

@@ -70,8 +70,8 @@ void EmulatedSession::idle(udma::Launch& launch) {
         if (core->awaited.address && (!awaited || core->awaited.source >= 0)) awaited = &core->awaited;
     if (!awaited) return;
     ControlBlock& own = control(transport_.rank());
-    own.stage.store(wait_stage_name(awaited->stage));
-    own.set_waiting_for(awaited->source < 0 ? kWaitingForAny : awaited->source);
+    Announcement announcement(own, awaited->source < 0 ? kWaitingForAny : awaited->source,
+                              wait_stage_name(awaited->stage));
     const std::uint32_t bell = own.bell.load(std::memory_order_seq_cst);
     own.sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool come = false;
@@ -84,7 +84,7 @@ void EmulatedSession::idle(udma::Launch& launch) {
         syscall(SYS_futex, &own.bell, FUTEX_WAIT, bell, &nap, nullptr, 0);
     }
     own.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    own.set_waiting_for(kNotWaiting);
+    announcement.end();
     const auto now = std::chrono::steady_clock::now();
     if (come || now < next_look_) return;
     next_look_ = now + kLookInterval;

@@ -119,6 +119,11 @@ void bind_shm(py::module_& m) {
             return py::buffer_info(reinterpret_cast<std::uint8_t*>(s.data()), static_cast<py::ssize_t>(s.size()));
         });
 
+    m.def("second_look", &second_look, "timeout"_a);
+    py::class_<Announcement>(m, "Announcement")
+        .def("__enter__", [](Announcement&) {})
+        .def("__exit__", [](Announcement& announcement, const py::args&) { announcement.end(); });
+
     py::class_<ShmTransport, Transport>(m, "ShmTransport")
         .def(py::init<int, int, int, std::vector<int>>(), "rank"_a, "world_size"_a, "queues"_a, "links"_a)
         .def("map", &ShmTransport::map, "fds"_a, "nbytes"_a)
@@ -141,8 +146,7 @@ void bind_shm(py::module_& m) {
         .def("leave_out", &ShmTransport::leave_out, "view"_a, "suspect"_a)
         .def("has_ended", &ShmTransport::has_ended, "peer"_a)
         .def("peer_word", &ShmTransport::peer_word, "window"_a, "peer"_a, "offset"_a)
-        .def("announce", &ShmTransport::announce, "source"_a, "stage"_a)
-        .def("announce_nothing", &ShmTransport::announce_nothing)
+        .def("announce", &ShmTransport::announce, "source"_a, "stage"_a, py::keep_alive<0, 1>())
         .def("publish_closed", &ShmTransport::publish_closed)
         .def("publish_failed", &ShmTransport::publish_failed, "fault_rank"_a, "reason"_a);
 }

@@ -11,7 +11,6 @@
 #include <bit>
 #include <chrono>
 #include <climits>
-#include <set>
 
 namespace hal {
 
@@ -195,7 +194,7 @@ std::pair<int, std::string> ShmTransport::root_among_all() const {
     std::string busy;
     for (int peer = 0; peer < world_size(); ++peer) {
         const ControlBlock& block = *controls_[static_cast<std::size_t>(peer)];
-        if (peer == rank() || block.waiting_for() != kNotWaiting) continue;
+        if (peer == rank() || !block.waits_for_nobody()) continue;
         if (root < 0) root = peer;
         busy += (busy.empty() ? "" : ", ") + rank_name(peer);
     }
@@ -203,26 +202,43 @@ std::pair<int, std::string> ShmTransport::root_among_all() const {
     return {root, "no signal (not waiting themselves: " + busy + ")"};
 }
 
-// Follows the chain of waits from `source` to the rank that waits for nobody.
+// The rank at the end of the chain of waits that begins at `from`, which waits for no other, and the chain in words. Nothing
+// if the chain only comes back to `visited`, which `circle` then says. Of several threads' waits the one that has lasted
+// longest is followed first: the others may be about to end.
+std::optional<std::pair<int, std::string>> ShmTransport::end_of_chain(int from, std::set<int>& visited,
+                                                                      const std::string& through,
+                                                                      std::string& circle) const {
+    visited.insert(from);
+    struct Link {
+        std::uint64_t since;
+        int next;
+        std::string stage;
+    };
+    std::vector<Link> links;
+    for (const Wait& wait : controls_[static_cast<std::size_t>(from)]->waits)
+        if (const int next = wait.source_plus_2.load(std::memory_order_acquire) - 2; next >= 0)
+            links.push_back({wait.since.load(std::memory_order_relaxed), next, wait.stage.load()});
+    if (links.empty()) return {{from, through}};
+    std::sort(links.begin(), links.end(), [](const Link& a, const Link& b) { return a.since < b.since; });
+    for (const Link& link : links) {
+        const std::string so_far = through + (through.empty() ? "" : ", ") + rank_name(from) + " waits for " +
+                                   rank_name(link.next) + " in stage '" + link.stage + "'";
+        if (visited.count(link.next) != 0) {
+            if (circle.empty()) circle = so_far;
+        } else if (auto end = end_of_chain(link.next, visited, so_far, circle)) {
+            return end;
+        }
+    }
+    return std::nullopt;
+}
+
 std::pair<int, std::string> ShmTransport::root_of_stall(int source) const {
     if (source < 0) return root_among_all();
     std::set<int> visited{rank()};
-    int root = source;
-    std::string through;
-    while (true) {
-        visited.insert(root);
-        const ControlBlock& block = *controls_[static_cast<std::size_t>(root)];
-        const int next = block.waiting_for();
-        if (next < 0) break;
-        const std::string link =
-            rank_name(root) + " waits for " + rank_name(next) + " in stage '" + block.stage.load() + "'";
-        if (visited.count(next) != 0)
-            return {source, "no answer: the ranks wait for each other (" + through + link + ")"};
-        through += link + ", ";
-        root = next;
-    }
-    if (root == source) return {root, "no answer"};
-    return {root, "no answer: " + through.substr(0, through.size() - 2)};
+    std::string circle;
+    const auto end = end_of_chain(source, visited, "", circle);
+    if (!end) return {source, "no answer: the ranks wait for each other (" + circle + ")"};
+    return {end->first, "no answer" + (end->second.empty() ? "" : ": " + end->second)};
 }
 
 // --- masking
@@ -279,27 +295,16 @@ std::uint64_t ShmTransport::peer_word(int id, int peer, std::size_t offset) cons
     return shm_load(checked_slot(*window(id), peer, offset));
 }
 
-void ShmTransport::announce(int source, const std::string& stage) {
-    own().stage.store(stage);
-    own().set_waiting_for(source);
-}
-
 std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t at_least, int source, int queue,
                                            const char* stage, double timeout, const Members* members) {
     require_usable();
-    // Says what this rank waits for, and counts it as a sleeper, for as long as it is in here.
-    struct Announcement {
-        ControlBlock& block;
-        Announcement(ControlBlock& b, int source, const char* stage) : block(b) {
-            block.stage.store(stage);
-            block.set_waiting_for(source < 0 ? kWaitingForAny : source);
-            block.sleepers.fetch_add(1, std::memory_order_seq_cst);
-        }
-        ~Announcement() {
-            block.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-            block.set_waiting_for(kNotWaiting);
-        }
-    } announcement(own(), source, stage);
+    // Says what this thread waits for, and counts it as a sleeper, for as long as it is in here.
+    const Announcement announcement(own(), source < 0 ? kWaitingForAny : source, stage);
+    struct Sleeper {
+        std::atomic<std::uint32_t>& count;
+        explicit Sleeper(std::atomic<std::uint32_t>& c) : count(c) { count.fetch_add(1, std::memory_order_seq_cst); }
+        ~Sleeper() { count.fetch_sub(1, std::memory_order_seq_cst); }
+    } sleeper(own().sleepers);
 
     const auto start = Clock::now();
     auto before = start;
@@ -313,6 +318,9 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
         return {fault.first, stage, queue, at_least, shm_load(slot), seconds_since(start), fault.second};
     };
     auto next_fault_check = start + std::chrono::milliseconds(1);
+    const double limit_given = timeout;
+    std::optional<int> suspect;
+    int looks = 0;
     for (unsigned turn = 0;; ++turn) {
         // The clock is read before the slot: a thread that was not run for long gives up only after a look at what came.
         const auto now = Clock::now();
@@ -336,12 +344,16 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
         const double turn_seconds = std::chrono::duration<double>(now - before).count();
         waited += members ? std::min(turn_seconds, kLongestTurn) : turn_seconds;
         before = now;
-        const double left = timeout - waited;
+        double left = timeout - waited;
         if (left <= 0) {
             // In this order: a relay whose own time was up just now publishes its fault before it stops to wait.
             auto root = root_of_stall(source);
             if (members && is_lost(*members, root.first)) root = {source, "no answer"};
-            throw fail(find_fault(source, members).value_or(root));
+            if (!members || root.first == suspect || ++looks > world_size())
+                throw fail(find_fault(source, members).value_or(root));
+            suspect = root.first;
+            timeout = waited + second_look(limit_given);
+            left = timeout - waited;
         }
         if (turn % kInterruptTurns == kInterruptTurns - 1) check_interrupts();
         const auto limit =

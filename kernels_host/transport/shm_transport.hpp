@@ -2,10 +2,12 @@
 // Shared memory between the ranks of one machine. Every rank maps every peer's part of each window, so a put is a memcpy
 // and a signal an atomic add. How the descriptors get here is backends/hal_host/shm.py's business.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -53,6 +55,10 @@ inline void cpu_pause() {
     asm volatile("yield");
 #endif
 }
+
+// With masking, seconds after the time limit `timeout` at which a rank is blamed if it is to blame then as well: one whose own
+// time was up just now, or to which an answer just came, is about to say so.
+inline double second_look(double timeout) { return std::min(1.0, timeout / 4); }
 
 class ShmTransport : public Transport {
   public:
@@ -112,9 +118,10 @@ class ShmTransport : public Transport {
     // The word at `offset` of a peer's part of a window; a rank that has ended writes it no more.
     std::uint64_t peer_word(int window, int peer, std::size_t offset) const;
     bool has_ended(int peer) const { return (ended_ranks() & rank_bit(peer)) != 0; }
-    // Says what this rank waits for, outside of await.
-    void announce(int source, const std::string& stage);
-    void announce_nothing() { own().set_waiting_for(kNotWaiting); }
+    // Says what the calling thread waits for, outside of await, until the result is destroyed.
+    std::unique_ptr<Announcement> announce(int source, const std::string& stage) {
+        return std::make_unique<Announcement>(own(), source, stage);
+    }
 
   private:
     std::uint64_t await_sleeping(const std::byte* slot, std::uint64_t at_least, int source, int queue,
@@ -124,6 +131,8 @@ class ShmTransport : public Transport {
     std::uint64_t ended_ranks() const;
     ViewBoard& views() const { return controls_[0]->views; }
     std::pair<int, std::string> root_among_all() const;
+    std::optional<std::pair<int, std::string>> end_of_chain(int from, std::set<int>& visited, const std::string& through,
+                                                            std::string& circle) const;
     void publish(RankState state, int fault_rank, const std::string& reason);
     static void wake(ControlBlock& block);
     ControlBlock& own() { return *controls_[static_cast<std::size_t>(rank())]; }
