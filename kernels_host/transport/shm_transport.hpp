@@ -131,8 +131,8 @@ class ShmTransport : public Transport {
     std::uint64_t ended_ranks() const;
     ViewBoard& views() const { return controls_[0]->views; }
     std::pair<int, std::string> root_among_all() const;
-    std::optional<std::pair<int, std::string>> end_of_chain(int from, std::set<int>& visited, const std::string& through,
-                                                            std::string& circle) const;
+    std::optional<std::pair<int, std::string>> end_of_chain(int from, std::set<int>& visited,
+                                                            const std::string& through, std::string& circle) const;
     void publish(RankState state, int fault_rank, const std::string& reason);
     static void wake(ControlBlock& block);
     ControlBlock& own() { return *controls_[static_cast<std::size_t>(rank())]; }
