@@ -228,9 +228,9 @@ class CudaMaskingEngine(Views[View]):
     ) -> PeerTimeout | None:
         """This rank waited in vain: who keeps round ``rounds`` of the view from ending. None if there is an answer after all.
 
-        A kernel waits for several ranks at once and names any of them, which may wait for others in its turn, for this rank
-        too. So whoever waits in vain says so; a rank that says nothing for the time limit, though it does not hold the round,
-        is to blame. One that has not begun ``launch`` was waited for as long before."""
+        A kernel waits for several ranks at once and names one of them, which may itself wait for others, even for this rank.
+        So whoever waits in vain says so; a rank that says nothing for the time limit, though it does not hold the round, is to
+        blame. One that has not begun ``launch`` was waited for as long before."""
         if self._has_ended(error.rank):
             return error
         view.ends.say_in_vain()

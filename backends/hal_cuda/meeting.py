@@ -37,7 +37,7 @@ class Words:
         return self._ranks * _LINE
 
     def in_vain(self) -> int:
-        """A rank's own: the launch in which it waits for others in vain, or last did."""
+        """A rank's own: how many launches it had begun when it last waited for others in vain."""
         return (self._ranks + 1) * _LINE
 
     def met(self, rank: int) -> int:
@@ -136,17 +136,17 @@ class Ends:
     # --- whose fault it is that a round does not end ---------------------------------------------------------------
 
     def say_in_vain(self) -> None:
-        """This rank runs, and waits for others in vain in the launch that it began last, or for the end of its round."""
+        """This rank runs, and waits for others in vain: in a launch, or for the end of a round. Until it begins the next."""
         self._fabric.signal(self._rank, self._words.in_vain(), self._begun)
 
     def silent(self, rounds: int, launch: int) -> dict[int, bool]:
-        """The other ranks that neither hold ``rounds`` rounds of the view nor say that they wait in vain themselves, and
-        whether each has begun launch ``launch``."""
+        """The other ranks that have not begun launch ``launch``, or do not hold ``rounds`` rounds of the view, and do not say
+        that they wait in vain themselves; whether each has begun the launch."""
         silent = {}
         for peer in self._others:
             begun = self._transport.peer_word(self._window, peer, self._words.begun())
             in_vain = self._transport.peer_word(self._window, peer, self._words.in_vain())
-            if self._held_by(peer) < rounds and not begun == in_vain > 0:
+            if (begun < launch or self._held_by(peer) < rounds) and not begun == in_vain > 0:
                 silent[peer] = begun >= launch
         return silent
 
