@@ -230,7 +230,8 @@ class CudaMaskingEngine(Views[View]):
 
         A kernel waits for several ranks at once and names one of them, which may itself wait for others, even for this rank.
         So whoever waits in vain says so; a rank that says nothing for the time limit, though it does not hold the round, is to
-        blame. One that has not begun ``launch`` was waited for as long before."""
+        blame. One that has not begun ``launch`` was waited for as long before; but it may be at the end of the round before,
+        where it says so only after a second look of its own."""
         if self._has_ended(error.rank):
             return error
         view.ends.say_in_vain()
@@ -245,7 +246,7 @@ class CudaMaskingEngine(Views[View]):
                 return None
             since = {rank: since.get(rank, waited) for rank in silent}
             for rank, begun in silent.items():
-                limit = self._timeout if begun else second_look(self._timeout)
+                limit = self._timeout if begun else 2 * second_look(self._timeout)
                 if waited - since[rank] >= limit:
                     lost.append(rank)
             if silent:
