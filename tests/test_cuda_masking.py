@@ -288,7 +288,8 @@ STALL = 4.0
 
 
 def rounds_with_one_stuck(body: Any, hosts: int) -> None:
-    """Three ranks; ``body(comm)`` makes rank 1 wait for its event in round 1. The others must leave it out, and nobody else."""
+    """Three ranks; ``body(rank, ep, masked)`` prepares that rank 1 waits for the event ``masked`` in its next round. The others
+    must leave it out, and nobody else."""
     masked = threading.Event()
 
     def run(comm: hal.Communicator) -> Any:
@@ -300,7 +301,7 @@ def rounds_with_one_stuck(body: Any, hosts: int) -> None:
                 if rounds[-1]["combine masked"]:
                     masked.set()
         except RankMasked:
-            return rounds
+            assert comm.rank == 1
         finally:
             masked.set()
         return rounds

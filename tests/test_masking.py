@@ -405,7 +405,6 @@ def test_a_stopped_process_that_goes_on_corrupts_nothing(target, run_ranks, tmp_
     script = f"""{PREAMBLE}
 comm = hal.connect(timeout={PATIENT}, **{target.connection})
 ep, record = comm.expert_parallel(spec_of(3, **{settings!r})), Record(folder, comm.rank)
-woken = os.path.join(folder, "woken")
 if comm.rank == 1:
     open(os.path.join(folder, "pid"), "w").write(str(os.getpid()))
 number = after = 0
@@ -464,7 +463,7 @@ print("rounds", number)
 # --- whom a wait in vain is put down to -------------------------------------------------------------------------------
 
 STALL = 4.0
-"""Seconds; the time limit of waits in vain below. A quarter of it is at most a second look later."""
+"""Seconds; the time limit of waits in vain below. The second look is a second later."""
 
 
 def waits_of_ranks(ranks: int, *bodies: Callable[[Any, Callable[..., Any]], Any]) -> list[Any]:

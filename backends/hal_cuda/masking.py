@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hal_host._engine import Members, second_look
+from hal_host.running import RunningTime
 from hal_host.views import Operation, Views
 
 from hal.arrays import Buffer
@@ -24,7 +25,7 @@ from hal.backend import Received
 from hal.errors import CapacityError, ContractError, HalError, PeerTimeout
 from hal_cuda.meeting import Ends, Meeting, Words
 from hal_cuda.memory import Allocator
-from hal_cuda.patience import LONGEST_TURN, Patience
+from hal_cuda.patience import Patience
 from hal_cuda.view import Routing, View
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 MAKING_SECONDS = 60.0
 """Beyond the time limit, how long NCCL may take to make the communicator of a view; it takes no limit itself."""
+MAKING = "a view without lost ranks"
+"""The stage in which a view is made."""
 POLL_SECONDS = 0.005
 """Between two looks at what other ranks say."""
 
@@ -237,9 +240,9 @@ class CudaMaskingEngine(Views[View]):
         view.ends.say_in_vain()
         since: dict[int, float] = {}
         slowest: int | None = None
-        waited, before = 0.0, time.monotonic()
+        running, waited = RunningTime(), 0.0
         while True:
-            self._look_for_later_view(self._members)
+            self._transport.look_for_later_view(self._members, error.stage)
             lost = [rank for rank in view.ranks if rank != self._base.rank and self._has_ended(rank)]
             silent = view.ends.silent(rounds, launch)
             if answered():
@@ -258,8 +261,7 @@ class CudaMaskingEngine(Views[View]):
             if lost:
                 return PeerTimeout(lost[0], error.stage, seconds=error.seconds + waited, reason="no answer")
             time.sleep(POLL_SECONDS)
-            now = time.monotonic()
-            waited, before = waited + min(now - before, LONGEST_TURN), now
+            waited += running.turn()
 
     def _give_up(self) -> None:
         self._engine.session.end_waits()
@@ -345,7 +347,7 @@ class CudaMaskingEngine(Views[View]):
                 self._await_cause(members, error)
                 raise
             except TimeoutError:  # not made yet
-                self._look_for_later_view(members)
+                self._transport.look_for_later_view(members, MAKING)
             if time.monotonic() - start > self._timeout + MAKING_SECONDS:
                 raise HalError(
                     f"NCCL made no communicator of ranks {list(meeting.ranks)} within {self._timeout + MAKING_SECONDS:g} s; "
@@ -356,19 +358,10 @@ class CudaMaskingEngine(Views[View]):
         """What a member that is lost, or gave up for a later view, does to the library's own exchanges is no PeerTimeout."""
         limit = time.monotonic() + self._timeout
         while time.monotonic() < limit:
-            self._look_for_later_view(members)
+            self._transport.look_for_later_view(members, MAKING)
             if fault := self._transport.find_fault(-1, members):
-                raise PeerTimeout(fault[0], "a view without lost ranks", reason=fault[1]) from error
+                raise PeerTimeout(fault[0], MAKING, reason=fault[1]) from error
             time.sleep(POLL_SECONDS)
-
-    def _look_for_later_view(self, members: Members) -> None:
-        later = self._transport.newest_view()
-        if later.view <= members.view:
-            return
-        self._transport.leave_out(members.view, -1)  # raises if it is without this rank
-        newly = later.lost & ~members.lost
-        reason = "the others go on without it"
-        raise PeerTimeout((newly & -newly).bit_length() - 1, "a view without lost ranks", reason=reason)
 
     # --- copies ----------------------------------------------------------------------------------------------------
 

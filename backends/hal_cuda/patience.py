@@ -5,14 +5,13 @@ stopped; here time counts only while this process runs, so that a pause of the w
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from hal_host.running import RunningTime
+
 _TURN = 0.05
 """Seconds between two looks at the clock: how exactly a time limit is kept."""
-LONGEST_TURN = 0.1
-"""A longer turn counts as this long: this process was itself stopped."""
 
 
 class Patience:
@@ -48,10 +47,9 @@ class Patience:
         self._thread.join()
 
     def _run(self) -> None:
-        before = time.monotonic()
+        running = RunningTime()
         while not self._ended.wait(_TURN):
-            now = time.monotonic()
-            turn, before = min(now - before, LONGEST_TURN), now
+            turn = running.turn()
             with self._lock:
                 if self._left is None:
                     continue

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from hal.errors import PeerTimeout
+from hal_host.running import RunningTime
 
 _HEADER = struct.Struct("!IIQ")
 _FD = struct.Struct("i")
 _POLL_SECONDS = 0.005
-_LONGEST_TURN = 0.1
 Name = tuple[int, int]
 """Of a window: its number, and the view that it belongs to (hal/include/hal/members.hpp)."""
 
@@ -48,23 +48,20 @@ class Passing:
 
         Raises PeerTimeout if the peer ended, or after ``timeout`` seconds.
         """
-        start = before = time.monotonic()
-        waited = 0.0
+        start, running, waited = time.monotonic(), RunningTime(), 0.0
         while True:
             with self._lock:
                 self._file_all(peer)
                 if (peer, name) in self._filed:
                     return self._filed.pop((peer, name))
                 ended = self._ended.get(peer)
-            now = time.monotonic()
-            # The time in which this rank was itself stopped is no fault of the peer's.
-            waited, before, seconds = waited + min(now - before, _LONGEST_TURN), now, now - start
+            waited += running.turn()
             if ended is None and waited > timeout:
                 ended = "no answer"
             if look is not None:
                 look()
             if ended is not None:
-                raise PeerTimeout(peer, "window", expected=1, seen=0, seconds=seconds, reason=ended)
+                raise PeerTimeout(peer, "window", expected=1, seen=0, seconds=time.monotonic() - start, reason=ended)
             self._wait(peer)
 
     def forget(self, number: int, before_view: int) -> None:

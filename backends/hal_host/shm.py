@@ -84,19 +84,24 @@ class Shm(ShmTransport):
         finally:
             os.close(fd)
 
+    def look_for_later_view(self, members: Members, stage: str) -> None:
+        """PeerTimeout if a later view than that of ``members`` was decided, RankMasked if it is without this rank."""
+        later = self.newest_view()
+        if later.view <= members.view:
+            return
+        self.leave_out(members.view, -1)  # raises if it is without this rank
+        newly = later.lost & ~members.lost
+        raise PeerTimeout((newly & -newly).bit_length() - 1, stage, reason="the others go on without it")
+
     def _await_renewal(self, peer: int, name: tuple[int, int], members: Members, timeout: float) -> tuple[int, int]:
         stage = "agreement after a lost rank"
 
         def look() -> None:
-            later = self.newest_view()
-            if later.view > members.view:
-                self.leave_out(members.view, -1)  # raises if it is without this rank
-                rank = ((later.lost & ~members.lost) & -(later.lost & ~members.lost)).bit_length() - 1
-                raise PeerTimeout(rank, stage, reason="the others go on without it")
+            self.look_for_later_view(members, stage)
             if fault := self.find_fault(peer, members):
                 raise PeerTimeout(fault[0], stage, reason=fault[1])
 
-        suspect, looks, limit = -1, 0, timeout
+        suspect, looks, limit, seconds = -1, 0, timeout, 0.0
         with self.announce(peer, stage):
             while True:
                 try:
@@ -104,12 +109,10 @@ class Shm(ShmTransport):
                 except PeerTimeout as error:
                     if error.reason != "no answer":
                         raise
-                    root, reason = self.root_of_stall(peer)
-                    if root == self.rank or members.lost >> root & 1:
-                        root, reason = peer, error.reason
-                    looks += 1
+                    root, reason = self.root_of_stall(peer, members)
+                    looks, seconds = looks + 1, seconds + error.seconds
                     if root == suspect or looks > self.world_size:
-                        raise PeerTimeout(root, stage, expected=1, seconds=error.seconds, reason=reason) from None
+                        raise PeerTimeout(root, stage, expected=1, seconds=seconds, reason=reason) from None
                 suspect, limit = root, second_look(timeout)
 
     def _others(self, members: Members) -> list[int]:

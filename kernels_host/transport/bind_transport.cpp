@@ -140,7 +140,12 @@ void bind_shm(py::module_& m) {
                 return t.find_fault(source, members ? &*members : nullptr);
             },
             "source"_a, "members"_a = std::nullopt)
-        .def("root_of_stall", &ShmTransport::root_of_stall, "source"_a)
+        .def(
+            "root_of_stall",
+            [](const ShmTransport& t, int source, const std::optional<Members>& members) {
+                return t.root_of_stall(source, members ? &*members : nullptr);
+            },
+            "source"_a, "members"_a = std::nullopt)
         .def("mask_lost_ranks", &ShmTransport::mask_lost_ranks)
         .def("newest_view", &ShmTransport::newest_view)
         .def("leave_out", &ShmTransport::leave_out, "view"_a, "suspect"_a)

@@ -232,13 +232,18 @@ std::optional<std::pair<int, std::string>> ShmTransport::end_of_chain(int from, 
     return std::nullopt;
 }
 
-std::pair<int, std::string> ShmTransport::root_of_stall(int source) const {
-    if (source < 0) return root_among_all();
+std::pair<int, std::string> ShmTransport::root_of_stall(int source, const Members* members) const {
+    if (source < 0) {
+        auto root = root_among_all();
+        if (members && is_lost(*members, root.first)) root = {source, "no answer"};
+        return root;
+    }
     std::set<int> visited{rank()};
     std::string circle;
     const auto end = end_of_chain(source, visited, "", circle);
     if (!end) return {source, "no answer: the ranks wait for each other (" + circle + ")"};
-    return {end->first, "no answer" + (end->second.empty() ? "" : ": " + end->second)};
+    if (end->second.empty() || (members && is_lost(*members, end->first))) return {source, "no answer"};
+    return {end->first, "no answer: " + end->second};
 }
 
 // --- masking
@@ -347,8 +352,7 @@ std::uint64_t ShmTransport::await_sleeping(const std::byte* slot, std::uint64_t 
         double left = timeout - waited;
         if (left <= 0) {
             // In this order: a relay whose own time was up just now publishes its fault before it stops to wait.
-            auto root = root_of_stall(source);
-            if (members && is_lost(*members, root.first)) root = {source, "no answer"};
+            const auto root = root_of_stall(source, members);
             if (!members || root.first == suspect || ++looks > world_size())
                 throw fail(find_fault(source, members).value_or(root));
             suspect = root.first;

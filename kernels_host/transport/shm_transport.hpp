@@ -103,8 +103,8 @@ class ShmTransport : public Transport {
 
     // The dead, failed or (if it is `source`) closed rank that ends every wait now, if any; `members` as in await.
     std::optional<std::pair<int, std::string>> find_fault(int source, const Members* members = nullptr);
-    // The rank at the end of the chain of waits that begins at `source`, and why.
-    std::pair<int, std::string> root_of_stall(int source) const;
+    // The rank at the end of the chain of waits that begins at `source`, and why; with `members`, of those that are left.
+    std::pair<int, std::string> root_of_stall(int source, const Members* members = nullptr) const;
 
     // Masking (on_peer_loss = mask). Once switched on, the communicator's own waits survive a lost rank too.
     void mask_lost_ranks() { masking_ = true; }
